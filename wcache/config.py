@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one configuration file, `wcache.toml`: what this host's ranks keep resident and who may use it.
+
+Read by the daemon, the loader child, the CLI and (for defaults only) by engines. `/etc/wcache/wcache.toml` for the
+system manager, `$XDG_CONFIG_HOME/wcache/wcache.toml` for a user's; `WCACHE_CONFIG` names another file.
+An unknown key is an error that names it and the nearest valid one; nothing is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from wcache.errors import ConfigError, NoSuchRank
+from wcache.model import CPU, BackendName, IdentityPolicy, Mode, Placement, Sizes
+
+CONNECT_TIMEOUT_S = 5.0
+STATE_TIMEOUT_S = 300.0
+
+
+class Scope(StrEnum):
+    """Which service manager, and with it which configuration, runtime and state directories."""
+
+    SYSTEM = "system"
+    USER = "user"
+
+
+class Loader(StrEnum):
+    SAFETENSORS = "safetensors"
+    VLLM = "vllm"
+    TRANSFORMERS = "transformers"
+
+
+class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    ep_size: int = 1
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.tp_size, self.pp_size, self.dp_size, self.ep_size)
+
+
+class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds. `stall_s`: a load without progress for this long is no longer vouched for to systemd."""
+
+    connect_s: float = CONNECT_TIMEOUT_S
+    state_s: float = STATE_TIMEOUT_S
+    handshake_s: float = 2.0
+    stall_s: float = 60.0
+    drain_s: float = 60.0
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every key of wcache.toml with its default.
+
+    `model`: checkpoint directory; None: ranks hold what engines publish. `ranks`: the ranks of this host.
+    `devices`: one per rank, in the order of `ranks`: "cpu" or a GPU's UUID; empty: "cpu" on the host backend, the
+    visible GPU whose position is the rank's on cuda. `plan`: a sharding plan (TOML) for an architecture that has none
+    built in. `allowed_uids`/`allowed_gids` may attach; `publish_uids` may also publish; root and the daemon's own
+    uid always may. `load_slots`: loads that may run at once on this host (0: one per rank). `engine_args`: handed to
+    the vllm and transformers loaders as they are.
+    """
+
+    model: str | None = None
+    revision: str | None = None
+    loader: Loader = Loader.SAFETENSORS
+    backend: BackendName = BackendName.HOST
+    dtype: str = "auto"
+    mode: Mode = Mode.ZERO_COPY
+    identity: IdentityPolicy = IdentityPolicy.CONTENT
+    plan: str | None = None
+    ranks: tuple[int, ...] = (0,)
+    devices: tuple[str, ...] = ()
+    parallel: Parallel = Parallel()
+    socket_dir: str | None = None
+    state_dir: str | None = None
+    allowed_uids: tuple[int, ...] = ()
+    allowed_gids: tuple[int, ...] = ()
+    publish_uids: tuple[int, ...] = ()
+    load_slots: int = 0
+    keep_page_cache: bool = True
+    timeouts: Timeouts = Timeouts()
+    engine_args: dict[str, Any] = {}
+
+    def device(self, rank: int) -> str | None:
+        """The device of one of this host's ranks; None: the loader picks it (cuda without `devices`)."""
+        if rank not in self.ranks:
+            raise NoSuchRank(f"rank {rank} is not one of this host's ranks {list(self.ranks)}")
+        if self.devices:
+            return self.devices[self.ranks.index(rank)]
+        return CPU if self.backend is BackendName.HOST else None
+
+    def placement(self, rank: int) -> Placement:
+        return Placement(self.parallel.sizes, rank)
+
+
+def default_scope() -> Scope:
+    return Scope.SYSTEM if os.geteuid() == 0 else Scope.USER
+
+
+def config_path(scope: Scope) -> Path:
+    """The file that is read, whether it exists or not."""
+    if override := os.environ.get("WCACHE_CONFIG"):
+        return Path(override)
+    if scope is Scope.SYSTEM:
+        return Path("/etc/wcache/wcache.toml")
+    return _user_dir("XDG_CONFIG_HOME", ".config") / "wcache" / "wcache.toml"
+
+
+def runtime_dir(scope: Scope) -> Path:
+    """Where sockets live: systemd's %t/wcache."""
+    if scope is Scope.SYSTEM:
+        return Path("/run/wcache")
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}") / "wcache"
+
+
+def state_dir(scope: Scope) -> Path:
+    """Where the digest store lives: systemd's %S/wcache."""
+    if override := os.environ.get("WCACHE_STATE_DIR"):
+        return Path(override)
+    if scope is Scope.SYSTEM:
+        return Path("/var/lib/wcache")
+    return _user_dir("XDG_STATE_HOME", ".local/state") / "wcache"
+
+
+def _user_dir(variable: str, default: str) -> Path:
+    if value := os.environ.get(variable):
+        return Path(value)
+    home = os.environ.get("HOME")
+    if not home:
+        import pwd
+
+        home = pwd.getpwuid(os.getuid()).pw_dir
+    return Path(home) / default
+
+
+def load(path: Path) -> Config:
+    """Read and check a configuration file. Raises ConfigError naming the file, the key and the nearest valid one."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file", hint="scripts/install puts one in place") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: {e}") from e
+    return parse(text, str(path))
+
+
+def load_or_default(scope: Scope) -> Config:
+    """The scope's configuration, or the defaults if it has no file. A file named by WCACHE_CONFIG must exist."""
+    path = config_path(scope)
+    if not path.exists() and "WCACHE_CONFIG" not in os.environ:
+        return Config()
+    return load(path)
+
+
+def parse(text: str, name: str) -> Config:
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{name}: {e}") from e
+    _refuse_unknown(document, Config, name, "")
+    try:
+        config = msgspec.convert(document, Config)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{name}: {e}") from e
+    _check(config, name)
+    return config
+
+
+def _refuse_unknown(document: dict[str, Any], struct: type[msgspec.Struct], name: str, prefix: str) -> None:
+    fields = {f.name: f.type for f in msgspec.structs.fields(struct)}
+    for key, value in document.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            meant = f"; did you mean {prefix}{near[0]!s}?" if near else f"; valid are {', '.join(sorted(fields))}"
+            raise ConfigError(f"{name}: unknown key {prefix}{key}{meant}")
+        nested = fields[key]
+        if isinstance(nested, type) and issubclass(nested, msgspec.Struct) and isinstance(value, dict):
+            _refuse_unknown(value, nested, name, f"{prefix}{key}.")
+
+
+def _check(config: Config, name: str) -> None:
+    sizes = config.parallel.sizes
+    if len(set(config.ranks)) != len(config.ranks):
+        raise ConfigError(f"{name}: ranks {list(config.ranks)} name a rank twice")
+    for rank in config.ranks:
+        if not 0 <= rank < sizes.world:
+            raise ConfigError(f"{name}: rank {rank} is outside the group of {sizes.world} ranks (parallel sizes)")
+    if config.devices and len(config.devices) != len(config.ranks):
+        raise ConfigError(f"{name}: {len(config.devices)} devices for {len(config.ranks)} ranks")
+    for device in config.devices:
+        if config.backend is BackendName.CUDA and not device.startswith(("GPU-", "MIG-")):
+            raise ConfigError(f"{name}: device {device!r} is no GPU UUID", hint="nvidia-smi -L prints them")
+        if config.backend is BackendName.HOST and device != CPU:
+            raise ConfigError(f"{name}: device {device!r} on the host backend; it must be {CPU!r}")
+    if config.loader is not Loader.SAFETENSORS and config.plan is not None:
+        raise ConfigError(f"{name}: plan is for the safetensors loader; this one is {config.loader}")
+    for field in msgspec.structs.fields(Timeouts):
+        if getattr(config.timeouts, field.name) <= 0:
+            raise ConfigError(f"{name}: timeouts.{field.name} must be positive")
