@@ -179,8 +179,8 @@ def _refuse_unknown(document: dict[str, Any], struct: type[msgspec.Struct], name
     fields = {f.name: f.type for f in msgspec.structs.fields(struct)}
     for key, value in document.items():
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            meant = f"; did you mean {prefix}{near[0]!s}?" if near else f"; valid are {', '.join(sorted(fields))}"
+            near = difflib.get_close_matches(key, fields, n=2, cutoff=0.5)
+            meant = f"; did you mean {' or '.join(prefix + n for n in near)}?" if near else f"; valid: {sorted(fields)}"
             raise ConfigError(f"{name}: unknown key {prefix}{key}{meant}")
         nested = fields[key]
         if isinstance(nested, type) and issubclass(nested, msgspec.Struct) and isinstance(value, dict):
