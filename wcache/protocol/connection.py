@@ -52,8 +52,11 @@ def socket_path(socket_dir: Path, rank: int) -> Path:
 class Connection:
     """A connection that has been welcomed; `welcome` says by whom. Closing it ends every lease it holds."""
 
-    def __init__(self, sock: socket.socket, welcome: Welcome, path: Path) -> None:
+    def __init__(
+        self, sock: socket.socket, welcome: Welcome, path: Path, *, reply_timeout_s: float = REPLY_TIMEOUT_S
+    ) -> None:
         self._sock = sock
+        self._reply_timeout_s = reply_timeout_s
         self.welcome = welcome
         self.path = path
 
@@ -62,7 +65,7 @@ class Connection:
 
     def send(self, message: Message, fds: list[OwnedFd] | None = None) -> None:
         """Send without waiting for an answer; the descriptors stay the caller's."""
-        self._sock.settimeout(REPLY_TIMEOUT_S)
+        self._sock.settimeout(self._reply_timeout_s)
         send(self._sock, encode(message), fds or [])
 
     def ask(
@@ -112,10 +115,21 @@ class Connection:
             return reply, came
 
     def _receive(self) -> tuple[ToClient, list[OwnedFd]]:
-        self._sock.settimeout(REPLY_TIMEOUT_S)
+        self._sock.settimeout(self._reply_timeout_s)
         record, fds = receive(self._sock)
         with owning(fds):
             return decode_reply(record), fds
+
+    def ended(self) -> bool:
+        """True when the daemon closed its end. Nothing is due here, so anything it says unasked counts as the end too."""
+        self._sock.setblocking(False)
+        try:
+            self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def close(self) -> None:
         self._sock.close()
@@ -127,8 +141,19 @@ class Connection:
         self.close()
 
 
-def connect(path: Path, *, role: str, name: str, device: str | None = None, timeout_s: float = 5.0) -> Connection:
-    """Connect and say hello. Raises Unavailable, Denied, ProtocolError; every wait ends within `timeout_s`."""
+def connect(
+    path: Path,
+    *,
+    role: str,
+    name: str,
+    device: str | None = None,
+    timeout_s: float = 5.0,
+    reply_timeout_s: float = REPLY_TIMEOUT_S,
+) -> Connection:
+    """Connect and say hello. Raises Unavailable, Denied, ProtocolError; every wait ends within `timeout_s`.
+
+    `reply_timeout_s`: how long each later answer may take; the default suits requests the daemon works on.
+    """
     deadline = time.monotonic() + timeout_s
     hello = Hello(protocol=PROTOCOL_VERSION, role=role, name=name, version=__version__, device=device)
     while True:
@@ -143,7 +168,7 @@ def connect(path: Path, *, role: str, name: str, device: str | None = None, time
                 raise reply.error()
             if not isinstance(reply, Welcome):
                 raise ProtocolError(f"Hello was answered by {type(reply).__name__}")
-            return Connection(sock, reply, path)
+            return Connection(sock, reply, path, reply_timeout_s=reply_timeout_s)
         except DeadlineExceeded as e:
             sock.close()
             raise Unavailable(f"{path}: connected, but no answer within {timeout_s} s") from e
