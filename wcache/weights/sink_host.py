@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host sink: the kernel scatters file bytes straight into memfds; staging takes only what no copy wants.
+
+Runs in the loader child. A landing's buffers alternate between slices of segment memory and slices of one staging
+buffer, in file order: `preadv` needs no copy afterwards, strided (row-parallel) runs included. Only a copy that casts
+is read into staging whole and converted on commit, by torch, which is imported then.
+Every view of segment memory is released by `commit`, `abandon` or `close`: a memfd with a living view cannot be sealed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from wcache.weights.segment import WritableSegment
+from wcache.weights.sink import CHUNK_BYTES, STAGING_BYTES, Chunk, Copy
+
+
+class HostSink:
+    """Fills segments whose `memory()` is an mmap."""
+
+    def __init__(self, segments: Sequence[WritableSegment]) -> None:
+        self._views = [memoryview(cast(mmap.mmap, s.memory())) for s in segments]
+        self._staging = _Staging(STAGING_BYTES // CHUNK_BYTES)
+
+    def land(self, chunk: Chunk) -> HostLanding:
+        direct = sum(c.rows * c.run for c in chunk.copies if not c.casts)
+        staging = self._staging.take() if direct < chunk.size else None
+        return HostLanding(chunk, self._views, staging, self._staging)
+
+    def finish(self) -> None:
+        """Nothing is under way after the last commit."""
+
+    def close(self) -> None:
+        for view in self._views:
+            view.release()
+        self._views = []
+        self._staging.close()
+
+
+class HostLanding:
+    def __init__(self, chunk: Chunk, segments: Sequence[memoryview], staging: mmap.mmap | None, pool: _Staging) -> None:
+        self._chunk = chunk
+        self._segments = segments
+        self._staging = staging
+        self._pool = pool
+        self._room = memoryview(staging) if staging is not None else None
+        self.buffers = [self._view(*part) for part in _parts(chunk)]
+
+    def _view(self, segment: int | None, start: int, size: int) -> memoryview:
+        if segment is not None:
+            return self._segments[segment][start : start + size]
+        if self._room is None:
+            raise ValueError("a landing without staging wants staging")
+        return self._room[start : start + size]
+
+    def commit(self) -> None:
+        try:
+            for copy in self._chunk.copies:
+                if copy.casts and self._room is not None:
+                    _cast(copy, self._room, self._segments[copy.segment])
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        for view in self.buffers:
+            view.release()
+        self.buffers = []
+        if self._room is not None and self._staging is not None:
+            self._room.release()
+            self._pool.give_back(self._staging)
+            self._room = self._staging = None
+
+
+def _parts(chunk: Chunk) -> Iterator[tuple[int | None, int, int]]:
+    """The chunk as (segment, offset in it, size), or (None, offset in staging, size), in file order without a gap."""
+    position = 0
+    for copy in chunk.copies:
+        if copy.casts:
+            continue
+        for row in range(copy.rows):
+            start = copy.start + row * copy.pitch
+            if start > position:
+                yield None, position, start - position
+            yield copy.segment, copy.target + row * copy.target_pitch, copy.run
+            position = start + copy.run
+    if chunk.size > position:
+        yield None, position, chunk.size - position
+
+
+def _cast(copy: Copy, staging: memoryview, segment: memoryview) -> None:
+    """Convert the elements of one copy from staging into its segment. Rounds as `Tensor.to` does."""
+    import torch
+
+    source_dtype, dtype = getattr(torch, copy.source_dtype), getattr(torch, copy.dtype)
+    # Elements may start at any byte of a file; a bytearray is aligned for every dtype.
+    source = torch.frombuffer(bytearray(staging[copy.start : copy.start + copy.span]), dtype=source_dtype)
+    run, step = copy.run // source_dtype.itemsize, copy.target_pitch // dtype.itemsize
+    target = torch.frombuffer(segment, dtype=dtype, count=(copy.rows - 1) * step + run, offset=copy.target)
+    shape = (copy.rows, run)
+    target.as_strided(shape, (step, 1)).copy_(source.as_strided(shape, (copy.pitch // source_dtype.itemsize, 1)))
+
+
+class _Staging:
+    """Buffers of CHUNK_BYTES, made when first needed, at most `limit`; `take` waits for one."""
+
+    def __init__(self, limit: int) -> None:
+        self._slots = threading.BoundedSemaphore(limit)
+        self._lock = threading.Lock()
+        self._free: list[mmap.mmap] = []
+
+    def take(self) -> mmap.mmap:
+        self._slots.acquire()
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return mmap.mmap(-1, CHUNK_BYTES)
+
+    def give_back(self, buffer: mmap.mmap) -> None:
+        with self._lock:
+            self._free.append(buffer)
+        self._slots.release()
+
+    def close(self) -> None:
+        with self._lock:
+            for buffer in self._free:
+                buffer.close()
+            self._free = []
