@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that runs real vLLM engines on command: JSON lines in on stdin, JSON lines out on the given descriptor.
+
+One process serves a whole test, because importing vLLM costs more than an engine. Run as `child.py FD`.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+PROMPTS = [[5, 6, 7, 100, 200], [9, 8, 7], [300, 12, 44, 2, 18, 77, 501]]
+
+
+class Log(logging.Handler):
+    """Keeps the messages of wcache's loggers for the test to read."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Child:
+    def __init__(self) -> None:
+        self.log = Log()
+        logging.getLogger("wcache").addHandler(self.log)
+        self.engines: dict[str, Any] = {}
+
+    def start(self, name: str, model: str, load_format: str = "wcache", extra: Any = None, **options: Any) -> Any:
+        from vllm import LLM
+
+        self.log.lines.clear()
+        options = {"max_model_len": 256, "kv_cache_memory_bytes": 16 << 20, "dtype": "bfloat16"} | options
+        self.engines[name] = LLM(
+            model, load_format=load_format, model_loader_extra_config=extra or {}, enforce_eager=True, **options
+        )
+        root = logging.getLogger("wcache")
+        if self.log not in root.handlers:
+            root.addHandler(self.log)
+        return {"log": list(self.log.lines), "tokens": self.tokens(name)}
+
+    def tokens(self, name: str) -> Any:
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+        prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+        answers = self.engines[name].generate(prompts, greedy, use_tqdm=False)
+        return [list(a.outputs[0].token_ids) for a in answers]
+
+    def _model(self, name: str) -> Any:
+        return self.engines[name].llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+    def state(self, name: str) -> Any:
+        """Every parameter and buffer, and the state dict's keys: name, shape, dtype, strides, digest of the bytes."""
+        import torch
+
+        model = self._model(name)
+        found = {}
+        for key, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+            data = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            digest = hashlib.sha256(data).hexdigest()[:16]
+            found[key] = [list(t.shape), str(t.dtype), list(t.stride()), type(t).__name__, digest]
+        return {"tensors": found, "keys": sorted(model.state_dict())}
+
+    def holds(self, name: str) -> Any:
+        """The state of the engine's lease, and the kinds of memory its mapped parameters stand on (from smaps)."""
+        held = self._model(name).__dict__.get("_wcache_attachment")
+        maps = [line for line in open("/proc/self/maps") if "wcache" in line]  # noqa: PTH123, SIM115
+        return {"lease": str(held.lease.state) if held else None, "maps": len(maps)}
+
+    def wait_lease(self, name: str, state: str) -> Any:
+        from wcache.engine.lease import LeaseState
+
+        return self._model(name).__dict__["_wcache_attachment"].lease.wait(LeaseState(state), 30)
+
+    def stop(self, name: str) -> Any:
+        engine = self.engines.pop(name)
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+        return None
+
+    def layout(self, **arguments: Any) -> Any:
+        """The layout key that an engine with these arguments has."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        from wcache.engine.vllm.layout import Place, layout_key
+
+        place = Place(**arguments.pop("place", {}))
+        environment = arguments.pop("environment", {})
+        os.environ.update(environment)
+        try:
+            made = EngineArgs(**arguments).create_engine_config()
+            return layout_key(made, made.model_config, place).fields()
+        finally:
+            for key in environment:
+                del os.environ[key]
+
+    def evaluate(self, code: str) -> Any:
+        """Run test code beside the engines; its `result` is the answer."""
+        scope: dict[str, Any] = {"child": self}
+        exec(code, scope)
+        return scope.get("result")
+
+
+def main() -> None:
+    out = os.fdopen(int(sys.argv[1]), "w")
+    child = Child()
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"ok": getattr(child, command.pop("do"))(**command)}
+        except BaseException as e:  # noqa: BLE001 - the test decides what it means
+            answer = {"error": f"{type(e).__name__}: {e}"}
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()
