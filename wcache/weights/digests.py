@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from wcache.host.flock import FileLock
 from wcache.weights.checkpoint import Stamp
@@ -40,11 +40,24 @@ POLL_S = 0.05
 
 _APPLICATION_ID = 0x77636163  # "wcac"
 _VERSION = 1
-_DIGESTS = "file TEXT PRIMARY KEY, stamp TEXT, sha256 TEXT, started_ns INTEGER, claimed INTEGER, checksum TEXT"
+_DIGESTS = (
+    "file TEXT PRIMARY KEY, stamp TEXT, sha256 TEXT, started_ns INTEGER, claimed INTEGER, path TEXT, checksum TEXT"
+)
 _PATHS = "path TEXT PRIMARY KEY, size INTEGER, mtime_ns INTEGER, sha256 TEXT, started_ns INTEGER, checksum TEXT"
 _SCHEMA = [f"CREATE TABLE digests ({_DIGESTS}) WITHOUT ROWID", f"CREATE TABLE paths ({_PATHS}) WITHOUT ROWID"]
 
+_PUT_DIGEST = "INSERT OR REPLACE INTO digests VALUES (?, ?, ?, ?, ?, ?, ?)"
+_PUT_PATH = "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?, ?, ?)"
+
 T = TypeVar("T")
+
+
+class _Row(NamedTuple):
+    stamp: str
+    sha256: str
+    started_ns: int
+    claimed: bool
+    path: str
 
 
 class DigestStore:
@@ -57,22 +70,29 @@ class DigestStore:
         self._complained: set[str] = set()
         self._reopen()
 
-    def lookup(self, stamp: Stamp) -> str | None:
-        """The digest of the bytes that this stamp stands for, if they were hashed once and the stamp had settled."""
+    def lookup(self, stamp: Stamp, path: str | None = None) -> str | None:
+        """The digest of the bytes that this stamp stands for, if they were hashed once and the stamp had settled.
+
+        `path`: it must also have been hashed under this real path; for file systems that hand out inode numbers anew.
+        """
         row = self._row(stamp)
-        if row is None:
+        if row is None or row.stamp != _stamp(stamp) or row.claimed or not settled(stamp, row.started_ns):
             return None
-        known, sha256, started_ns, claimed = row
-        return sha256 if known == _stamp(stamp) and not claimed and settled(stamp, started_ns) else None
+        return row.sha256 if path is None or path == row.path else None
 
-    def record(self, stamp: Stamp, sha256: str, started: float) -> None:
+    def record(self, stamp: Stamp, sha256: str, started: float, path: str = "") -> None:
         """Remember a digest. `stamp` is the same before and after hashing; `started`: time.time() before it began."""
-        self.record_all([(stamp, sha256, started)])
+        self.record_all([(stamp, sha256, started, path)])
 
-    def record_all(self, digests: Iterable[tuple[Stamp, str, float]]) -> None:
-        """Several digests in one transaction."""
-        rows = [_sealed(_file(s), _stamp(s), sha256, int(started * 1e9), 0) for s, sha256, started in digests]
-        self._write("INSERT OR REPLACE INTO digests VALUES (?, ?, ?, ?, ?, ?)", rows)
+    def record_all(self, digests: Iterable[tuple[Stamp, str, float, str]]) -> None:
+        """Several digests (stamp, sha256, started, real path) in one transaction, for every policy."""
+        rows, by_path = [], []
+        for stamp, sha256, started, path in digests:
+            started_ns = int(started * 1e9)
+            rows.append(_sealed(_file(stamp), _stamp(stamp), sha256, started_ns, 0, path))
+            if path:
+                by_path.append(_sealed(path, stamp.size, stamp.mtime_ns, sha256, started_ns))
+        self._write((_PUT_DIGEST, rows), (_PUT_PATH, by_path))
 
     def accept_claim(self, stamp: Stamp, sha256: str) -> bool:
         """Whether a hub cache's word for a file's digest stands: yes at first sight, no once the stamp has moved.
@@ -81,13 +101,11 @@ class DigestStore:
         """
         row = self._row(stamp)
         if row is not None:
-            known, digest, _, claimed = row
-            if known == _stamp(stamp):
-                return bool(claimed) and digest == sha256
-            if not claimed or digest == sha256:
+            if row.stamp == _stamp(stamp):
+                return row.claimed and row.sha256 == sha256
+            if not row.claimed or row.sha256 == sha256:
                 return False
-        rows = [_sealed(_file(stamp), _stamp(stamp), sha256, 0, 1)]
-        self._write("INSERT OR REPLACE INTO digests VALUES (?, ?, ?, ?, ?, ?)", rows)
+        self._write((_PUT_DIGEST, [_sealed(_file(stamp), _stamp(stamp), sha256, 0, 1, "")]))
         return True
 
     def lookup_path(self, path: str, size: int, mtime_ns: int) -> str | None:
@@ -99,10 +117,6 @@ class DigestStore:
         known_size, known_mtime_ns, sha256, started_ns = row[:-1]
         same = known_size == size and abs(known_mtime_ns - mtime_ns) <= STAT_TOLERANCE_NS
         return cast(str, sha256) if same and not _near(mtime_ns, started_ns) else None
-
-    def record_path(self, path: str, size: int, mtime_ns: int, sha256: str, started: float) -> None:
-        row = _sealed(path, size, mtime_ns, sha256, int(started * 1e9))
-        self._write("INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?, ?, ?)", [row])
 
     def claim(self, stamp: Stamp) -> Claim | None:
         """The right to hash this file, so that ranks that load the same files hash each once per host.
@@ -117,15 +131,15 @@ class DigestStore:
             return Claim(None)
         return Claim(lock) if lock else None
 
-    def wait(self, stamp: Stamp, timeout_s: float) -> str | Claim | None:
+    def wait(self, stamp: Stamp, timeout_s: float, path: str | None = None) -> str | Claim | None:
         """Wait for another process's digest: the digest, or the claim if that process gave up or died, else None."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if known := self.lookup(stamp):
+            if known := self.lookup(stamp, path):
                 return known
             claim = self.claim(stamp)
             if claim is not None:
-                if not (known := self.lookup(stamp)):  # recorded between the two calls above
+                if not (known := self.lookup(stamp, path)):  # recorded between the two calls above
                     return claim
                 claim.release()
                 return known
@@ -145,24 +159,23 @@ class DigestStore:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _row(self, stamp: Stamp) -> tuple[str, str, int, int] | None:
-        query = "SELECT stamp, sha256, started_ns, claimed, checksum FROM digests WHERE file = ?"
+    def _row(self, stamp: Stamp) -> _Row | None:
+        query = "SELECT stamp, sha256, started_ns, claimed, path, checksum FROM digests WHERE file = ?"
         row = self._read(query, (_file(stamp),))
         if row is None or row != _sealed(_file(stamp), *row[:-1])[1:]:
             return None
-        known, sha256, started_ns, claimed, _ = row
-        return known, sha256, started_ns, claimed
+        return _Row(row[0], row[1], row[2], bool(row[3]), row[4])
 
     def _read(self, query: str, key: tuple[str]) -> tuple[Any, ...] | None:
         return self._attempt(lambda db: cast(tuple[Any, ...] | None, db.execute(query, key).fetchone()))
 
-    def _write(self, statement: str, rows: list[tuple[object, ...]]) -> None:
+    def _write(self, *batches: tuple[str, list[tuple[object, ...]]]) -> None:
         def write(db: sqlite3.Connection) -> None:
             with _transaction(db):
-                db.executemany(statement, rows)
+                for statement, rows in batches:
+                    db.executemany(statement, rows)
 
-        if rows:
-            self._attempt(write)
+        self._attempt(write)
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
         """Run against the store; damage found on the way leads to a new store and a second try."""
