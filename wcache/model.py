@@ -153,12 +153,12 @@ class Sizes:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name}_size is {value}; it must be at least 1")
-        if self.world % self.ep:
-            raise ConfigError(f"ep_size {self.ep} does not divide the {self.world} ranks of the group")
+        if self.tp * self.dp % self.ep:
+            raise ConfigError(f"ep_size {self.ep} does not divide the {self.tp * self.dp} ranks of a pipeline stage")
 
     @property
     def world(self) -> int:
-        """Ranks in the group; experts are spread over the same ranks, so ep adds none."""
+        """Ranks in the group; experts are spread over the ranks of each pipeline stage, so ep adds none."""
         return self.tp * self.pp * self.dp
 
 
@@ -187,7 +187,8 @@ class Placement:
 
     @property
     def ep_rank(self) -> int:
-        return self.rank % self.sizes.ep
+        """Counted within a pipeline stage: each stage must hold every expert of its layers."""
+        return (self.dp_rank * self.sizes.tp + self.tp_rank) % self.sizes.ep
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:

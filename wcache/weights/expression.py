@@ -34,6 +34,13 @@ class Pattern:
         found = self.regex.fullmatch(name)
         return {k: int(v) for k, v in found.groupdict().items()} if found else None
 
+    def without(self, number: str, name: str) -> str:
+        """A name that matches, with one of its numbers as a placeholder again."""
+        found = self.regex.fullmatch(name)
+        if found is None:
+            raise ValueError(f"{name} does not match {self.text}")
+        return f"{name[: found.start(number)]}{{{number}}}{name[found.end(number) :]}"
+
 
 def pattern(text: str) -> Pattern:
     """Compile a pattern. Raises PlanError."""
@@ -77,7 +84,7 @@ def fill(text: str, numbers: Mapping[str, int]) -> str:
 
 
 def config_value(config: Mapping[str, Any], key: str) -> Any:
-    """A key of config.json, of its `text_config` otherwise, or what Transformers derives where both lack it; or None."""
+    """A key of config.json, else of its `text_config`, else what Transformers derives from others; or None."""
     text = config.get("text_config")
     for level in (config, text if isinstance(text, Mapping) else {}):
         if level.get(key) is not None:

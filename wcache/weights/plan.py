@@ -101,7 +101,7 @@ class RuleText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`name` and `to` are one tensor if the key `when` of config.json is true and the checkpoint has only one of them."""
+    """`name` and `to` are one tensor if config.json's key `when` is true and the checkpoint has only one of them."""
 
     name: str
     to: str
@@ -150,14 +150,13 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 over everything in which two plans can differ, but for their names."""
+        """Hex SHA-256 over everything that decides about bytes: not the name, nor what is required."""
         return digest(
             {
                 "rules": [msgspec.to_builtins(rule.text) for rule in self.rules],
                 "default": str(self.default),
                 "layers": self.layers,
                 "experts": self.experts,
-                "required": list(self.required),
                 "tied": [msgspec.to_builtins(tie) for tie in self.tied],
             }
         )
@@ -213,7 +212,7 @@ def _read(path: Path) -> PlanText:
 
 
 def parse(text: str, name: str) -> PlanText:
-    """Read a plan's TOML. Raises PlanError naming the file and the key, for an unknown key also the nearest valid one."""
+    """Read a plan's TOML. Raises PlanError naming file and key, for an unknown key the nearest valid one too."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
