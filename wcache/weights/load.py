@@ -2,7 +2,8 @@
 """Fill segments with one rank's shard: plan the memory, cut files into chunks, read them into a sink, digest.
 
 Runs in the loader child. Everything is planned before the first allocation; peak memory is the segments plus
-STAGING_BYTES at most. Whoever calls `load` owns the `Filled` it returns and closes or seals it; a load that fails leaves nothing behind.
+STAGING_BYTES at most. Whoever calls `load` owns the `Filled` it returns and closes or seals it; a load that fails
+leaves nothing behind.
 """
 
 from __future__ import annotations
