@@ -277,7 +277,9 @@ def test_experts_are_stacked_as_transformers_stacks_them_and_split_inside(tp: in
         assert torch.equal(part["model.layers.0.mlp.experts.gate_up_proj"], torch.cat([gate, up], 1))
         down = stacked(tensors, "w2").chunk(tp, 2)[rank]
         assert torch.equal(part["model.layers.0.mlp.experts.down_proj"], down)
-        assert torch.equal(part["model.layers.0.mlp.gate.weight"], tensors["model.layers.0.block_sparse_moe.gate.weight"])
+        assert torch.equal(
+            part["model.layers.0.mlp.gate.weight"], tensors["model.layers.0.block_sparse_moe.gate.weight"]
+        )
 
 
 def test_with_expert_parallelism_each_rank_has_its_own_experts_whole() -> None:
