@@ -228,7 +228,7 @@ def test_a_checkpoint_that_lacks_a_tensor_of_the_model_is_refused_by_name(lost: 
 
 
 def test_a_layer_beyond_those_of_the_configuration_is_refused() -> None:
-    with pytest.raises(PlanError, match="layer 1, but config.json has num_hidden_layers = 1"):
+    with pytest.raises(PlanError, match=r"layer 1, but config\.json has num_hidden_layers = 1"):
         shards(llama(CONFIG, 2), CONFIG, Sizes())
 
 
@@ -432,7 +432,7 @@ def test_a_fused_tensor_whose_parts_are_not_its_size_is_refused(tmp_path: Path) 
 
 
 def test_a_tensor_that_no_rule_matches_is_refused_where_the_plan_says_so(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="stray matches no rule of plan .*, which has no default"):
+    with pytest.raises(PlanError, match=r"stray matches no rule of plan .*, which has no default"):
         shards({"stray": numbered(2)}, CONFIG, Sizes(), toml(tmp_path, FUSED))
 
 
