@@ -216,6 +216,17 @@ def test_a_rank_reads_its_extents_and_hardly_more(tmp_path: Path, tp: int) -> No
     filled.close()
 
 
+def test_many_equal_gaps_are_not_read_along(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('[[rule]]\ntensor = "*"\nkind = "column"\n')
+    weights = {f"t{i}": torch.zeros(128, 512) for i in range(60)}
+    model = open_checkpoint(survey(write(tmp_path / "m", [weights])))
+    shard_plan = shard(model, plan_for({}, path), Placement(Sizes(tp=2), 1))
+    filled = load(model, shard_plan, HostBackend())
+    assert filled.tally.bytes_read <= 1.05 * shard_plan.nbytes
+    filled.close()
+
+
 def test_large_files_are_read_in_large_pieces(tmp_path: Path) -> None:
     model = open_checkpoint(survey(write(tmp_path / "m", [{f"t{i}": torch.zeros(5 << 20) for i in range(6)}])))
     filled = load(model, plan(model), HostBackend())

@@ -9,6 +9,7 @@ runs are long: rows of a few KiB, one read each, would be a round trip each on n
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -48,16 +49,15 @@ def _simplify(copy: Copy) -> Iterator[Copy]:
 
 
 def _gap_limit(runs: Sequence[Copy]) -> int:
-    """Gaps up to this many bytes are read along."""
+    """Gaps up to this many bytes are read along: as large as the share allows if all gaps of that size are."""
     budget = sum(run.span for run in runs) // GAP_SHARE
+    gaps = Counter(b.start - a.start - a.span for a, b in itertools.pairwise(runs))
     limit = PAGE_BYTES
-    for gap in sorted(b.start - a.start - a.span for a, b in itertools.pairwise(runs)):
-        if gap <= PAGE_BYTES:
-            continue
-        budget -= gap
+    for gap, times in sorted(gaps.items()):
+        budget -= gap * times if gap > PAGE_BYTES else 0
         if budget < 0 or gap >= CHUNK_BYTES:
             break
-        limit = gap
+        limit = max(limit, gap)
     return limit
 
 
