@@ -272,6 +272,7 @@ def _open(path: Path) -> sqlite3.Connection:
     """A checked connection. Raises _Unusable; sqlite3.Error or OSError if there can be no store here."""
     _check_file(path)
     db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    db.text_factory = lambda raw: raw.decode(errors="replace")  # a damaged row is one row, and fails its checksum
     try:
         if not _check_schema(db):
             _create(db)

@@ -57,12 +57,13 @@ def resolve_directory(path: Path, revision: str | None) -> tuple[Path, str | Non
     if "snapshots" not in names or CONFIG in names or not names & {"refs", "blobs"}:
         commit = path.absolute().name if path.absolute().parent.name == "snapshots" else None
         return path, commit, names
-    commit = _commit(path, revision or "main")
+    revision = "main" if revision is None else revision
+    commit = _commit(path, revision)
     snapshot = path / "snapshots" / commit
     try:
         return snapshot, commit, _list(snapshot)
     except (FileNotFoundError, NotADirectoryError):
-        _unknown_snapshot(snapshot.parent, f"refs/{revision or 'main'} names snapshot {commit}, which")
+        _unknown_snapshot(snapshot.parent, f"refs/{revision} names snapshot {commit}, which")
 
 
 def _list(path: Path) -> set[str]:
