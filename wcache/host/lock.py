@@ -79,13 +79,13 @@ class BoundSocket:
             raise
 
     def _bind(self) -> tuple[int, int]:
-        before = os.umask(0o177)  # from the first moment nobody but the owner gets in
+        # The mode of a socket's own inode is the one bind(2) gives the file (net/unix/af_unix.c): from the first moment
+        # nobody but the owner gets in, and no thread sees another umask.
+        os.fchmod(self.sock.fileno(), 0o600)
         try:
             self.sock.bind(str(self.path))
         except OSError as e:
             raise ConfigError(f"bind {self.path}: {e.strerror}") from e
-        finally:
-            os.umask(before)
         return _inode(self.path)
 
     def intact(self) -> bool:

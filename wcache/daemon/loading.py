@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Getting the configured weights resident: re-adopt what was restored, else have a loader child read them.
+
+One thread of the daemon. A restored shard of the same spec whose content the checkpoint still has is adopted without
+any child; a checkpoint directory that cannot be reached is no reason to give up what is resident. A load that fails
+ends the daemon with a non-zero status (systemd's start limits then apply), unless a matching shard is still there.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from wcache.daemon import loader
+from wcache.daemon.facts import Shard, label
+from wcache.daemon.rank import Rank
+from wcache.daemon.status import size
+from wcache.daemon.verifying import verify_restored
+from wcache.errors import CheckpointError, WcacheError
+from wcache.log import LOAD_FAILED, RESTORED, fields
+from wcache.model import CheckpointFault, IdentityPolicy, Origin
+from wcache.weights.spec import preload_spec
+
+log = logging.getLogger(__name__)
+
+RECOGNISE_TIMEOUT_S = 30.0  # a dead network file system blocks for ever
+_UNREACHABLE = {CheckpointFault.NO_DIRECTORY, CheckpointFault.UNREADABLE}
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where the loader finds things. `command` replaces the loader's own (for tests of this file's behaviour)."""
+
+    socket: Path
+    state_dir: Path
+    config_path: Path | None
+    command: Sequence[str] | None = None
+
+
+class Preloader:
+    """`fail(problem)` ends the daemon with a non-zero status; `stopping()` is True once it ends anyway."""
+
+    def __init__(
+        self, rank: Rank, where: Surroundings, fail: Callable[[str], None], stopping: Callable[[], bool]
+    ) -> None:
+        self._rank = rank
+        self._where = where
+        self._fail = fail
+        self._stopping = stopping
+        self._spec = preload_spec(rank.who.config, rank.who.rank) if rank.who.config.model is not None else ""
+
+    def run(self) -> None:
+        """Until the daemon stops: get the configured weights, and again after a reload or a quarantine."""
+        verify_restored(self._rank, self._stopping)
+        if self._rank.who.config.model is not None:
+            self._adopt()
+        while not self._stopping():
+            version = self._rank.version()
+            if self._rank.read(lambda s: s.preload.ordered and not s.draining):
+                self._load()
+            else:
+                self._rank.wait(version, 60.0)
+
+    # --- what was restored --------------------------------------------------------------------------------------------
+
+    def _candidates(self) -> list[Shard]:
+        """Shards that a loader with this configuration made, newest first."""
+        shards = self._rank.read(lambda state: state.shards())
+        mine = [s for s in shards if s.served and s.origin is Origin.PRELOAD and s.spec == self._spec]
+        return sorted(mine, key=lambda s: s.generation, reverse=True)
+
+    def _adopt(self) -> None:
+        candidates = self._candidates()
+        if not candidates:
+            return
+        try:
+            content = self._content(candidates)
+        except _Unreachable as e:
+            self._take(candidates[0], f"the model directory cannot be read ({e}); serving what was restored")
+            return
+        for shard in candidates:
+            if shard.fingerprint.content == content:
+                self._take(shard, "")
+                return
+
+    def _take(self, shard: Shard, problem: str) -> None:
+        with self._rank.state() as state:
+            if state.shard(shard.generation) is not shard:
+                return  # evicted meanwhile
+            state.adopt(shard.generation, problem=problem)
+        log.info(
+            "rank %d restored shard %s generation %d (%s) without reading it", self._rank.who.rank, shard.name,
+            shard.generation, size(shard.segment_bytes),
+            extra=fields(MESSAGE_ID=RESTORED, WCACHE_RANK=self._rank.who.rank, WCACHE_FINGERPRINT=shard.id),
+        )  # fmt: skip
+        if problem:
+            log.warning("rank %d: %s", self._rank.who.rank, problem)
+
+    def _content(self, candidates: list[Shard]) -> str | None:
+        """The checkpoint's content as far as it is known without opening a file. Raises _Unreachable."""
+        config = self._rank.who.config
+        model = config.model or ""
+        if config.identity is IdentityPolicy.TRUST:
+            return next((s.fingerprint.content for s in candidates if label(s.model) == label(model)), None)
+        found: list[str | WcacheError | None] = []
+
+        def look() -> None:
+            try:
+                found.append(_recognise(model, config.revision, self._where.state_dir, config.identity))
+            except WcacheError as e:
+                found.append(e)
+
+        thread = threading.Thread(target=look, name="wcache-recognise", daemon=True)
+        thread.start()
+        thread.join(RECOGNISE_TIMEOUT_S)
+        if not found:
+            raise _Unreachable(f"no answer within {RECOGNISE_TIMEOUT_S:.0f} s")
+        answer = found[0]
+        if isinstance(answer, CheckpointError) and answer.fault in _UNREACHABLE:
+            raise _Unreachable(str(answer))
+        return None if isinstance(answer, WcacheError) else answer
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        rank = self._rank
+        with rank.state() as state:
+            state.preload.started()
+        try:
+            problem = loader.run(rank, self._command(), self._where.socket.parent, self._unwanted)
+        except loader.Gone:
+            with rank.state() as state:
+                state.preload.ended()
+            return
+        except OSError as e:
+            problem = f"the loader could not be started: {e}"
+        with rank.state() as state:
+            if not problem and state.preload.current is None and not state.preload.released:
+                problem = "the loader ended with exit status 0 but published nothing"
+            if not problem:
+                state.preload.ended()
+                return
+            reason = state.preload.reason
+            problem = f"{reason}\n  {problem}" if reason and reason not in problem else problem
+            state.preload.fail(f"Weight load failed: {problem}".splitlines()[0])
+        log.error(
+            "rank %d: Weight load failed: %s", rank.who.rank, problem,
+            extra=fields(MESSAGE_ID=LOAD_FAILED, WCACHE_RANK=rank.who.rank),
+        )  # fmt: skip
+        self._after_failure(problem.splitlines()[0])
+
+    def _after_failure(self, problem: str) -> None:
+        kept = f"the last load failed ({problem}); serving the older shard"
+        candidates = self._candidates()
+        if candidates:
+            self._take(candidates[0], kept)
+        elif self._rank.read(lambda state: state.preload.current is None):
+            self._fail(f"Weight load failed: {problem}")
+
+    def _unwanted(self) -> bool:
+        return self._stopping() or self._rank.read(lambda state: state.draining)
+
+    def _command(self) -> list[str]:
+        if self._where.command is not None:
+            return [*self._where.command]
+        command = [sys.executable, "-m", "wcache.engine.loader", "--rank", str(self._rank.who.rank)]
+        command += ["--socket", str(self._where.socket), "--spec", self._spec]
+        if self._where.config_path is not None:
+            command += ["--config", str(self._where.config_path)]
+        return command
+
+
+class _Unreachable(Exception):
+    pass
+
+
+def _recognise(model: str, revision: str | None, state_dir: Path, policy: IdentityPolicy) -> str | None:
+    from wcache.weights.checkpoint import survey
+    from wcache.weights.identity import open_store, recognise
+
+    with open_store(state_dir) as store:
+        return recognise(survey(Path(model), revision=revision), store, policy).content
