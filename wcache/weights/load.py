@@ -111,7 +111,7 @@ def load(
 def _check_memory(packing: Packing, backend: Backend) -> None:
     needed, free = packing.aligned_bytes, backend.available()
     if needed > free:
-        raise OutOfMemory(f"the shard needs {needed} bytes on {backend.device}, {free} are available")
+        raise OutOfMemory(f"the shard needs {needed} bytes on {backend.device}: {backend.usage()}")
 
 
 def _digest(segments: Sequence[WritableSegment], threads: int) -> tuple[SegmentSpec, ...]:

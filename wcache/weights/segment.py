@@ -82,6 +82,9 @@ class Backend(Protocol):
     def available(self) -> int:
         """Bytes that can be allocated now."""
 
+    def usage(self) -> str:
+        """For a message about memory: what is free of how much, and where it can be told, who has the rest."""
+
     def create(self, name: str, size: int) -> WritableSegment:
         """Allocate zeroed memory. Raises OutOfMemory with needed and free bytes, SegmentError."""
 

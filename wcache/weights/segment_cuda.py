@@ -59,14 +59,19 @@ class CudaBackend:
             return max(free, int(psutil.virtual_memory().available))
         return free
 
+    def usage(self) -> str:
+        free, total = self.gpu.free_and_total()
+        held = ", ".join(str(h) for h in holders(self.device)) or "no process that NVML lists"
+        return f"{free} of {total} bytes are free on {self.device}; in use by {held}"
+
     def create(self, name: str, size: int) -> CudaSegment:
         what = f"segment {name}"
         if self.aligned(size) > self.available():
-            raise OutOfMemory(f"create {what}: {self._shortage(size)}")
+            raise OutOfMemory(f"create {what}: needs {self.aligned(size)} bytes, {self.usage()}")
         try:
             return CudaSegment(self, what, size)
         except OutOfMemory as e:
-            raise OutOfMemory(f"{e}: {self._shortage(size)}", hint=e.hint) from e
+            raise OutOfMemory(f"{e}: needs {self.aligned(size)} bytes, {self.usage()}", hint=e.hint) from e
 
     def map(self, fds: Sequence[OwnedFd], sizes: Sequence[int], access: Access = Access.READ) -> CudaMapping:
         return CudaMapping(self, fds, sizes, access)
@@ -87,11 +92,6 @@ class CudaBackend:
     @functools.cached_property
     def _kernel(self) -> Handle:
         return load_kernel(self.gpu)
-
-    def _shortage(self, size: int) -> str:
-        free, total = self.gpu.free_and_total()
-        held = ", ".join(str(h) for h in holders(self.device)) or "no process that NVML lists"
-        return f"needs {self.aligned(size)} bytes, {free} of {total} are free on {self.device}; in use by {held}"
 
 
 class DeviceMemory:

@@ -31,6 +31,10 @@ class HostBackend:
     def available(self) -> int:
         return int(psutil.virtual_memory().available)
 
+    def usage(self) -> str:
+        memory = psutil.virtual_memory()
+        return f"{memory.available} of {memory.total} bytes are available"
+
     def create(self, name: str, size: int) -> HostSegment:
         free = self.available()
         if size > free:
