@@ -246,6 +246,23 @@ def test_long_rows_of_a_row_parallel_weight_are_read_without_the_columns_of_othe
     filled.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
+def test_thousands_of_short_rows_are_split_as_torch_splits_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('[[rule]]\ntensor = "*"\nkind = "row"\n')
+    raw = {n: torch.randint(0, 255, (rows, 24), dtype=torch.uint8) for n, rows in (("a", 5000), ("b", 3), ("c", 3000))}
+    weights = {name: tensor.view(dtype) for name, tensor in raw.items()}
+    model = open_checkpoint(survey(write(tmp_path / "m", [weights])))
+    for rank in range(3):
+        shard_plan = shard(model, plan_for({}, path), Placement(Sizes(tp=3), rank))
+        filled = load(model, shard_plan, HostBackend(), hash_files=["model.safetensors"])
+        found = tensors(filled)
+        for name, tensor in raw.items():
+            mine = found[name].view(torch.uint8)
+            assert torch.equal(mine, tensor.chunk(3, 1)[rank]), name
+        filled.close()
+
+
 @st.composite
 def file_copies(draw: st.DrawFn) -> tuple[list[Copy], int]:
     """Copies of a file that do not overlap, and its size."""
@@ -445,7 +462,7 @@ def test_short_counts_from_the_kernel_are_read_on(tmp_path: Path, monkeypatch: p
 def test_memory_is_checked_before_anything_is_allocated(tmp_path: Path) -> None:
     model = open_checkpoint(survey(write(tmp_path / "m", llama(), LLAMA)))
     backend = Watched(free=1000)
-    with pytest.raises(OutOfMemory, match=r"needs \d+ bytes on cpu, 1000 are available"):
+    with pytest.raises(OutOfMemory, match=r"needs \d+ bytes on cpu: 1000 of \d+ bytes are available"):
         load(model, plan(model), backend)
     assert not backend.made
 

@@ -2,8 +2,8 @@
 """The host sink: the kernel scatters file bytes straight into memfds; staging takes only what no copy wants.
 
 Runs in the loader child. A landing's buffers alternate between slices of segment memory and slices of one staging
-buffer, in file order: `preadv` needs no copy afterwards, strided (row-parallel) runs included. Only a copy that casts
-is read into staging whole and converted on commit, by torch, which is imported then.
+buffer, in file order: `preadv` needs no copy afterwards, strided (row-parallel) runs included. Only a copy that casts,
+or one of a great many short runs, is read into staging whole and copied on commit, by torch, which is imported then.
 Every view of segment memory is released by `commit`, `abandon` or `close`: a memfd with a living view cannot be sealed.
 """
 
@@ -17,6 +17,9 @@ from typing import cast
 from wcache.weights.segment import WritableSegment
 from wcache.weights.sink import CHUNK_BYTES, STAGING_BYTES, Chunk, Copy
 
+SHORT_RUN_BYTES = 4096  # thousands of buffers shorter than this cost more than a second copy
+MANY_ROWS = 1024
+
 
 class HostSink:
     """Fills segments whose `memory()` is an mmap."""
@@ -26,7 +29,7 @@ class HostSink:
         self._staging = _Staging(STAGING_BYTES // CHUNK_BYTES)
 
     def land(self, chunk: Chunk) -> HostLanding:
-        direct = sum(c.rows * c.run for c in chunk.copies if not c.casts)
+        direct = sum(c.rows * c.run for c in chunk.copies if not _is_staged(c))
         staging = self._staging.take() if direct < chunk.size else None
         return HostLanding(chunk, self._views, staging, self._staging)
 
@@ -59,8 +62,8 @@ class HostLanding:
     def commit(self) -> None:
         try:
             for copy in self._chunk.copies:
-                if copy.casts and self._room is not None:
-                    _cast(copy, self._room, self._segments[copy.segment])
+                if _is_staged(copy) and self._room is not None:
+                    _copy(copy, self._room, self._segments[copy.segment])
         finally:
             self.abandon()
 
@@ -74,11 +77,15 @@ class HostLanding:
             self._room = self._staging = None
 
 
+def _is_staged(copy: Copy) -> bool:
+    return copy.casts or (copy.run < SHORT_RUN_BYTES and copy.rows > MANY_ROWS)
+
+
 def _parts(chunk: Chunk) -> Iterator[tuple[int | None, int, int]]:
     """The chunk as (segment, offset in it, size), or (None, offset in staging, size), in file order without a gap."""
     position = 0
     for copy in chunk.copies:
-        if copy.casts:
+        if _is_staged(copy):
             continue
         for row in range(copy.rows):
             start = copy.start + row * copy.pitch
@@ -90,11 +97,13 @@ def _parts(chunk: Chunk) -> Iterator[tuple[int | None, int, int]]:
         yield None, position, chunk.size - position
 
 
-def _cast(copy: Copy, staging: memoryview, segment: memoryview) -> None:
-    """Convert the elements of one copy from staging into its segment. Rounds as `Tensor.to` does."""
+def _copy(copy: Copy, staging: memoryview, segment: memoryview) -> None:
+    """Bring the elements of one copy from staging to its segment; a cast rounds as `Tensor.to` does."""
     import torch
 
-    source_dtype, dtype = getattr(torch, copy.source_dtype), getattr(torch, copy.dtype)
+    source_dtype, dtype = torch.uint8, torch.uint8
+    if copy.casts:
+        source_dtype, dtype = getattr(torch, copy.source_dtype), getattr(torch, copy.dtype)
     # Elements may start at any byte of a file; a bytearray is aligned for every dtype.
     source = torch.frombuffer(bytearray(staging[copy.start : copy.start + copy.span]), dtype=source_dtype)
     run, step = copy.run // source_dtype.itemsize, copy.target_pitch // dtype.itemsize
