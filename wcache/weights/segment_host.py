@@ -32,8 +32,7 @@ class HostBackend:
         return int(psutil.virtual_memory().available)
 
     def usage(self) -> str:
-        memory = psutil.virtual_memory()
-        return f"{memory.available} of {memory.total} bytes are available"
+        return f"{self.available()} of {psutil.virtual_memory().total} bytes are available"
 
     def create(self, name: str, size: int) -> HostSegment:
         free = self.available()
