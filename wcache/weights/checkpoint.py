@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ from wcache.weights.directory import (
 from wcache.weights.header import MAX_HEADER_BYTES, Header, describe, read_header, refuse
 
 PARALLEL_CALLS = 32  # round trips under way at once
+SLOW_CALL_S = 0.001  # a stat that takes longer was a round trip; below, a thread costs more than it saves
 
 T = TypeVar("T")
 
@@ -138,11 +140,10 @@ def survey(directory: Path | str, *, revision: str | None = None, allow_stale_in
         # Small files first: an open and a read take longer than a stat.
         reading = {name: pool.submit(read_small, root / name, MAX_CONFIG_BYTES) for name in configs}
         reading_index = pool.submit(read_small, root / index, MAX_INDEX_BYTES) if index else None
-        found = dict(zip(listed, pool.map(partial(_look_at, root), listed), strict=True))
+        found = _look_at_all(root, listed, pool)
         weight_map = parse_index(reading_index.result(), root / (index or "")) if reading_index else None
         assigned = sorted(set(weight_map.values())) if weight_map is not None else None
-        nested = [name for name in assigned or () if name not in found]
-        found.update(zip(nested, pool.map(partial(_look_at, root), nested), strict=True))
+        found.update(_look_at_all(root, [name for name in assigned or () if name not in found], pool))
         texts = {name: text.result() for name, text in reading.items()}
     config = parse_config(texts[CONFIG], root / CONFIG)
     warnings: list[str] = []
@@ -184,6 +185,22 @@ def open_checkpoint(survey: Survey, *, max_header_bytes: int = MAX_HEADER_BYTES)
             f"{ignored.total()} ignored that {survey.index} does not assign to the file they are in: {counts}",
         )
     return Checkpoint(survey, tensors, ignored.total(), warnings)
+
+
+def _look_at_all(
+    directory: Path, names: Iterable[str], pool: ThreadPoolExecutor
+) -> dict[str, CheckpointFile | CheckpointError]:
+    """Look at files one after the other while that is fast; from the first slow one on, at many at once."""
+    found = {}
+    left = list(names)
+    while left:
+        start = time.monotonic()
+        name = left.pop()
+        found[name] = _look_at(directory, name)
+        if time.monotonic() - start > SLOW_CALL_S:
+            break
+    found.update(zip(left, pool.map(partial(_look_at, directory), left), strict=True))
+    return found
 
 
 def _look_at(directory: Path, name: str) -> CheckpointFile | CheckpointError:

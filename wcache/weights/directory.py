@@ -28,6 +28,7 @@ INDEX = "model" + INDEX_SUFFIX
 CONFIG = "config.json"
 MAX_CONFIG_BYTES = 64 << 20
 MAX_INDEX_BYTES = 1 << 30
+READ_AHEAD_BYTES = 128 << 10
 
 # Files besides config.json from which engines learn how bytes are used: GPTQ, AWQ, AutoRound, ModelOpt, Mistral's own
 # format, adapters. generation_config.json and tokenizers decide nothing about weights.
@@ -191,6 +192,10 @@ def read_small(path: Path, limit: int = MAX_CONFIG_BYTES) -> bytes:
         parts: list[bytes] = []
         left = size
         try:
+            # Where a read is a round trip, the pieces of a large index are asked for at once. One call would not do:
+            # the kernel cuts it to its read-ahead window, 128 KiB by default.
+            for offset in range(0, size, READ_AHEAD_BYTES):
+                os.posix_fadvise(fd.fileno(), offset, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             while left and (part := os.read(fd.fileno(), left)):
                 parts.append(part)
                 left -= len(part)
