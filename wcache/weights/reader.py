@@ -21,6 +21,7 @@ from wcache.host.fds import OwnedFd, close_all
 from wcache.model import CheckpointFault
 from wcache.weights.checkpoint import CheckpointFile, Stamp
 from wcache.weights.directory import open_regular
+from wcache.weights.identity import write_back
 from wcache.weights.sink import CHUNK_BYTES, LANDINGS_PER_THREAD, STAGING_BYTES, Chunk, Landing, Sink
 
 THREADS = STAGING_BYTES // CHUNK_BYTES // LANDINGS_PER_THREAD  # more could wait for each other's staging
@@ -200,6 +201,8 @@ def _open(job: Job) -> int:
     with job.lock:
         if job.fd is None:
             job.fd = open_regular(job.file.path, job.file.name)
+            if job.hasher is not None:
+                write_back(job.fd.fileno())  # or a store through a mapping could go unnoticed later
             job.stamp = Stamp.of(os.fstat(job.fd.fileno()))
             if not job.file.stamp.unmoved(job.stamp):
                 _refuse_moved(job.file.name, "after its header was checked")
