@@ -5,7 +5,8 @@
 
 Warm: survey + recognise of a checkpoint whose digests are in the store, against reading and hashing every header one
 after the other (what weight caches that identify by headers do at each start), on a local disk and on a FUSE mount
-where every open and read takes `--delay` seconds. Cold: identify against `sha256sum` and `openssl dgst`, one process a core.
+where every open and read takes `--delay` seconds. Cold: identify against
+`sha256sum` and `openssl dgst`, one process a core.
 """
 
 from __future__ import annotations

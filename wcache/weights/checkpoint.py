@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from wcache.errors import CheckpointError
+from wcache.host.statx import FreshStat, fresh_stat
 from wcache.model import CheckpointFault
 from wcache.weights.directory import (
     CONFIG,
@@ -59,7 +60,7 @@ class Stamp:
     ctime_ns: int
 
     @classmethod
-    def of(cls, st: os.stat_result) -> Stamp:
+    def of(cls, st: os.stat_result | FreshStat) -> Stamp:
         return cls(st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
 
     def unmoved(self, later: Stamp) -> bool:
@@ -207,7 +208,7 @@ def _look_at(directory: Path, name: str) -> CheckpointFile | CheckpointError:
     """The file's stamp, or why it cannot be a checkpoint file. Follows symlinks, opens nothing."""
     path = directory / name
     try:
-        st = path.stat()
+        st = fresh_stat(path)
         blob = blob_digest(path)
     except (FileNotFoundError, NotADirectoryError):
         target = f" (a symlink to {path.readlink()})" if path.is_symlink() else ""
@@ -277,7 +278,7 @@ def _attempt(work: Callable[[CheckpointFile], T], file: CheckpointFile) -> T | C
 
 def _header(file: CheckpointFile, *, max_header_bytes: int) -> Header:
     with open_regular(file.path, file.name) as fd:
-        if not file.stamp.unmoved(Stamp.of(os.fstat(fd.fileno()))):
+        if not file.stamp.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
             refuse(CheckpointFault.CHANGED_WHILE_READING, f"{file.name}: changed since the directory was surveyed")
         try:
             return read_header(fd.fileno(), file.stamp.size, file.name, max_header_bytes=max_header_bytes)

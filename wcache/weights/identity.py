@@ -23,6 +23,7 @@ from pathlib import Path
 
 from wcache.errors import CheckpointError, FingerprintError
 from wcache.host.fds import OwnedFd
+from wcache.host.statx import fresh_stat
 from wcache.model import CheckpointFault, IdentityPolicy
 from wcache.weights.checkpoint import PARALLEL_CALLS, CheckpointFile, Stamp, Survey
 from wcache.weights.digests import FILE_NAME, Claim, DigestStore
@@ -159,7 +160,7 @@ def open_to_hash(file: CheckpointFile) -> OwnedFd:
     """Open a file whose bytes are hashed while they are loaded. Raises CheckpointError if it is not as surveyed."""
     fd = open_regular(file.path, file.name)
     write_back(fd.fileno())
-    if not file.stamp.unmoved(Stamp.of(os.fstat(fd.fileno()))):
+    if not file.stamp.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
         fd.close()
         refuse(CheckpointFault.CHANGED_WHILE_READING, f"{file.path}: changed since the directory was surveyed")
     return fd
@@ -169,16 +170,16 @@ def hash_file(file: CheckpointFile, buffer: memoryview, advance: Callable[[int],
     """Read a file once from end to end. Raises CheckpointError if it changes meanwhile, or since it was surveyed."""
     with open_regular(file.path, file.name) as fd:
         for _ in range(TRIES):
-            seen = Stamp.of(os.fstat(fd.fileno()))
+            seen = Stamp.of(fresh_stat(fd.fileno()))
             if (seen.size, seen.mtime_ns) != (file.stamp.size, file.stamp.mtime_ns):
                 break
             write_back(fd.fileno())
             started = time.time()
             # A store between the write-back of its page and here would leave a dirty page; it has moved the stamp.
-            if not seen.unmoved(Stamp.of(os.fstat(fd.fileno()))):
+            if not seen.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
                 continue
             sha256 = _hash(fd.fileno(), seen.size, buffer, advance, file.name)
-            if seen.unmoved(Stamp.of(os.fstat(fd.fileno()))):
+            if seen.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
                 return Hashed(sha256, seen, started)
             advance(-seen.size)
     message = f"{file.path}: changed while it was read"
@@ -321,7 +322,7 @@ def _hash(fd: int, size: int, buffer: memoryview, advance: Callable[[int], None]
 
 def _stamp_now(file: CheckpointFile) -> Stamp:
     try:
-        return Stamp.of(file.path.stat())
+        return Stamp.of(fresh_stat(file.path))
     except OSError as e:
         message = f"{file.path}: gone while it was loaded: {e.strerror}"
         raise CheckpointError(CheckpointFault.CHANGED_WHILE_READING, message) from e
