@@ -213,7 +213,7 @@ class Daemon:
         return status
 
     def fds(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
         assert self.process is not None

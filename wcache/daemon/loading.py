@@ -139,7 +139,8 @@ class Preloader:
         except OSError as e:
             problem = f"the loader could not be started: {e}"
         with rank.state() as state:
-            if not problem and state.preload.current is None and not state.preload.released:
+            missing = state.preload.current is None and not (state.preload.released or state.preload.ordered)
+            if not problem and missing:
                 problem = "the loader ended with exit status 0 but published nothing"
             if not problem:
                 state.preload.ended()

@@ -35,6 +35,11 @@ class Preload:
         return not self.wanted or self.current is not None or self.released
 
     @property
+    def busy(self) -> bool:
+        """True while a load is on its way; its loader may still be ending when its shard is already here."""
+        return self.ordered or (self.loading and (self.reloading or self.current is None))
+
+    @property
     def undeclared(self) -> bool:
         """True while a load is wanted or under way and has not said yet what it will publish."""
         return (self.ordered or self.loading) and not self.declared and self.current is None and not self.failed
@@ -49,7 +54,7 @@ class Preload:
 
     def ended(self) -> None:
         """The loader child is gone, whatever it did."""
-        self.loading = self.reloading = False
+        self.loading, self.reloading = False, self.reloading and self.ordered
 
     def fail(self, problem: str) -> None:
         self.ended()
@@ -57,7 +62,8 @@ class Preload:
         self.failed = self.current is None
 
     def settle(self, generation: int, problem: str) -> None:
-        self.current, self.ordered, self.released, self.failed = generation, False, False, False
+        self.current = generation
+        self.ordered = self.released = self.failed = self.reloading = False
         self.problem, self.note = problem, ""
 
     def release(self, note: str) -> None:

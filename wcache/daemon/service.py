@@ -32,7 +32,7 @@ from wcache.daemon.status import Identity
 from wcache.daemon.store import Store
 from wcache.daemon.verifying import verify_in_background
 from wcache.host.fds import OwnedFd
-from wcache.host.systemd import Inherited, Notifier, listen_fds, watchdog_interval
+from wcache.host.systemd import Notifier, listen_fds, watchdog_interval
 from wcache.log import READY, fields
 from wcache.model import BackendName
 from wcache.protocol.connection import socket_path
@@ -55,6 +55,7 @@ class Service:
         config_path: Path | None = None,
         loader_command: Sequence[str] | None = None,
     ) -> None:
+        self._inherited = listen_fds()  # before anything else is opened: the numbers are fixed
         device = config.device(rank)
         self._config = config
         self._number = rank
@@ -80,8 +81,7 @@ class Service:
             undo.callback(self._rank.changed.close)
             undo.callback(self._notifier.close)
             undo.callback(self._store.close)
-            inherited = listen_fds()
-            listener = listen(self._config, self._path(), inherited)
+            listener = listen(self._config, self._path(), self._inherited)
             undo.callback(listener.close)
             where = Surroundings(listener.path, self._state_dir(), self._config_path, self._loader_command)
             preloader = Preloader(self._rank, where, self._fail, lambda: self._stopping)
@@ -91,7 +91,7 @@ class Service:
                 signal.signal(number, lambda *_: self.stop())
             undo.callback(acceptor.close)
             acceptor_thread = self._thread("accept", acceptor.run)
-            self._restore(inherited)
+            self._restore()
             loading_thread = self._thread("preload", preloader.run)
             self._report()
             self._notifier.stopping("stopping")
@@ -119,8 +119,8 @@ class Service:
         thread.start()
         return thread
 
-    def _restore(self, inherited: list[Inherited]) -> None:
-        restored = self._store.restore(inherited)
+    def _restore(self) -> None:
+        restored = self._store.restore(self._inherited)
         shards = [shard_of(manifest, generation, restored=True) for generation, manifest in restored]
         with self._rank.state() as state:
             state.restored(shards, verify=self._config.backend is BackendName.CUDA)

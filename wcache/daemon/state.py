@@ -346,7 +346,7 @@ class State:
         """Read the configured weights anew: in place of the old shard if nobody holds it, else beside it."""
         if not self.preload.wanted:
             raise NoSuchShard("no model is configured for this rank: there is nothing to reload")
-        if self.preload.loading or self.preload.ordered:
+        if self.preload.busy:
             raise Busy("the configured weights are being loaded already")
         self._draining = False
         current = None if self.preload.current is None else self._shards.get(self.preload.current)
