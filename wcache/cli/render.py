@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How answers look: JSON documents, tables, times and sizes. The only place that makes rich consoles.
+
+stdout is the answer. A terminal gets colour (NO_COLOR is honoured) and its own width; a pipe gets plain lines that are
+never cut or wrapped. rich is imported on first use: `--json` does not pay for it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+PIPE_WIDTH = 4096
+GAP = 2
+_HEX = re.compile(r"[0-9a-f]{32,}")
+
+
+def document(value: Any) -> None:
+    """Print a JSON document."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+    sys.stdout.flush()
+
+
+def line_document(value: Any) -> None:
+    """Print a JSON document as one line, for a stream of them."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A console on stdout, or on `stream`."""
+    from rich.console import Console
+
+    file = sys.stdout if stream is None else stream
+    return Console(file=file, highlight=False, emoji=False, width=None if file.isatty() else PIPE_WIDTH)
+
+
+def table(*headings: str, right: tuple[str, ...] = (), flexible: str | None = None) -> Table:
+    """A table without lines. `flexible`: the column that gives way (with an ellipsis) where the terminal is narrow."""
+    from rich.table import Table
+
+    made = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
+    for heading in headings:
+        made.add_column(
+            heading,
+            justify="right" if heading in right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=None if heading == flexible else len(heading),
+            ratio=None,
+        )
+    return made
+
+
+def say(text: str) -> None:
+    """One line of what happens, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def clock(epoch: float) -> str:
+    """Local time: the time of day today, else the date with it."""
+    then = time.localtime(epoch)
+    today = time.strftime("%Y-%m-%d", then) == time.strftime("%Y-%m-%d")
+    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
+
+
+def duration(seconds: float) -> str:
+    """The two largest units."""
+    s = max(0, int(seconds))
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60} min"
+    if s < 86400:
+        return f"{s // 3600} h {s % 3600 // 60} min"
+    return f"{s // 86400} d {s % 86400 // 3600} h"
+
+
+def ago(epoch: float) -> str:
+    return f"{clock(epoch)} ({duration(time.time() - epoch)} ago)"
+
+
+def short(text: str) -> str:
+    """Digests by their first twelve characters, wherever they stand in the text."""
+    return _HEX.sub(lambda found: found[0][:12], text)
+
+
+def value(plain: Any) -> str:
+    """A plain value of a fingerprint, for people."""
+    if isinstance(plain, str):
+        return short(plain)
+    return short(msgspec.json.encode(plain).decode())
