@@ -320,6 +320,19 @@ def test_configuration_that_decides_how_bytes_are_used_is_digested_and_other_is_
     assert survey(model.directory).config_digests.keys() == digested | {"modeling_x.py"}
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_small_file_that_git_lfs_keeps_elsewhere_is_said_to_be_so(model, name: str) -> None:
+    model.two_files().path(name).write_text("version https://git-lfs.github.com/spec/v1\nsize 3\n")
+    assert refused(lambda: survey(model.directory)).fault is F.LFS_POINTER
+
+
+def test_model_code_that_config_json_does_not_refer_to_may_be_missing(model) -> None:
+    model.two_files().path("modeling_x.py").symlink_to("nowhere")
+    assert load(model.directory).survey.config_digests.keys() == {"config.json"}
+    model.config(auto_map={})
+    assert refused(lambda: survey(model.directory)).fault is F.MISSING_FILE
+
+
 # --- hub caches -------------------------------------------------------------------------------------------------------
 
 

@@ -145,8 +145,10 @@ def survey(directory: Path | str, *, revision: str | None = None, allow_stale_in
         weight_map = parse_index(reading_index.result(), root / (index or "")) if reading_index else None
         assigned = sorted(set(weight_map.values())) if weight_map is not None else None
         found.update(_look_at_all(root, [name for name in assigned or () if name not in found], pool))
-        texts = {name: text.result() for name, text in reading.items()}
-    config = parse_config(texts[CONFIG], root / CONFIG)
+        config = parse_config(reading[CONFIG].result(), root / CONFIG)
+        # Model code decides something only where config.json says so; elsewhere it may as well be unreadable.
+        deciding = [name for name in configs if name.endswith(".json") or "auto_map" in config]
+        digests = {name: hashlib.sha256(reading[name].result()).hexdigest() for name in deciding}
     warnings: list[str] = []
     if index and assigned and _is_stale(assigned, found, root, index, listed, allow_stale_index):
         warnings.append(f"{index} is stale: none of its {len(assigned)} files is here; it is ignored")
@@ -158,9 +160,6 @@ def survey(directory: Path | str, *, revision: str | None = None, allow_stale_in
     ignored = tuple(sorted(set(listed) - set(assigned)))
     if ignored:
         warnings.append(f"not named by {index}, ignored: {describe(ignored)}")
-    digests = {
-        n: hashlib.sha256(t).hexdigest() for n, t in texts.items() if n.endswith(".json") or "auto_map" in config
-    }
     return Survey(root, tuple(files), weight_map, config, digests, commit, index, ignored, tuple(warnings))
 
 

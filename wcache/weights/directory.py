@@ -20,7 +20,7 @@ from typing import Any, NoReturn, cast
 from wcache.errors import CheckpointError
 from wcache.host.fds import OwnedFd
 from wcache.model import CheckpointFault
-from wcache.weights.header import DuplicateKey, describe, refuse, unique
+from wcache.weights.header import DuplicateKey, describe, is_lfs_pointer, refuse, unique
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -201,7 +201,10 @@ def read_small(path: Path, limit: int = MAX_CONFIG_BYTES) -> bytes:
                 left -= len(part)
         except OSError as e:
             raise CheckpointError(CheckpointFault.UNREADABLE, f"read {path}: {e.strerror}") from e
-    return b"".join(parts)
+    data = b"".join(parts)
+    if is_lfs_pointer(data):
+        refuse(CheckpointFault.LFS_POINTER, f"{path}: a Git LFS pointer, not the file", "fetch the data: git lfs pull")
+    return data
 
 
 def open_regular(path: Path, what: str) -> OwnedFd:

@@ -35,7 +35,6 @@ DTYPES: dict[str, tuple[str | None, int]] = {
     "F4": ("float4_e2m1fn_x2", 4), "F6_E2M3": (None, 6), "F6_E3M2": (None, 6),
 }  # fmt: skip
 
-_LFS_PREFIX = b"version https://"
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 
@@ -77,7 +76,7 @@ def read_header(fd: int, size: int, what: str, *, max_header_bytes: int = MAX_HE
 
 def header_length(start: bytes, size: int, what: str, max_header_bytes: int = MAX_HEADER_BYTES) -> int:
     """The length field of a file that has `size` bytes and begins with `start`, bounded by both. Allocates nothing."""
-    if start.startswith(_LFS_PREFIX):
+    if is_lfs_pointer(start):
         message = f"{what}: a Git LFS pointer of {size} bytes, not the weights"
         refuse(CheckpointFault.LFS_POINTER, message, "fetch the data: git lfs pull")
     if size < LENGTH_BYTES:
@@ -114,6 +113,11 @@ def parse_header(data: bytes, data_size: int, what: str) -> Header:
 
 def refuse(fault: CheckpointFault, message: str, hint: str | None = None) -> NoReturn:
     raise CheckpointError(fault, message, hint=hint)
+
+
+def is_lfs_pointer(start: bytes) -> bool:
+    """Whether a file that begins so is what Git keeps in the place of a large file (git-lfs pointer files, v1)."""
+    return start.startswith(b"version https://")
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
