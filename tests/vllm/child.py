@@ -30,6 +30,9 @@ class Log(logging.Handler):
 
 class Child:
     def __init__(self) -> None:
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
         self.log = Log()
         logging.getLogger("wcache").addHandler(self.log)
         self.engines: dict[str, Any] = {}
@@ -42,9 +45,6 @@ class Child:
         self.engines[name] = LLM(
             model, load_format=load_format, model_loader_extra_config=extra or {}, enforce_eager=True, **options
         )
-        root = logging.getLogger("wcache")
-        if self.log not in root.handlers:
-            root.addHandler(self.log)
         return {"log": list(self.log.lines), "tokens": self.tokens(name)}
 
     def tokens(self, name: str) -> Any:
@@ -54,6 +54,9 @@ class Child:
         prompts = [{"prompt_token_ids": p} for p in PROMPTS]
         answers = self.engines[name].generate(prompts, greedy, use_tqdm=False)
         return [list(a.outputs[0].token_ids) for a in answers]
+
+    def _in_process(self, name: str) -> bool:
+        return hasattr(self.engines[name].llm_engine.model_executor, "driver_worker")
 
     def _model(self, name: str) -> Any:
         return self.engines[name].llm_engine.model_executor.driver_worker.worker.model_runner.model
@@ -82,6 +85,9 @@ class Child:
         return self._model(name).__dict__["_wcache_attachment"].lease.wait(LeaseState(state), 30)
 
     def stop(self, name: str) -> Any:
+        held = self._model(name).__dict__.pop("_wcache_attachment", None) if self._in_process(name) else None
+        if held is not None:
+            held.close()  # in production the process ends here
         engine = self.engines.pop(name)
         engine.llm_engine.engine_core.shutdown()
         del engine

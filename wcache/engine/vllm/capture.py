@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wcache.engine.entries import Entry
 from wcache.errors import StructureError
 from wcache.model import Kind
 
@@ -24,15 +25,6 @@ MAX_DEPTH = 4  # of helper objects below a module
 _NOT_STATE = ("vllm.config", "vllm.compilation", "vllm.distributed", "vllm.platforms", "vllm.v1.worker", "vllm.logger")
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _PLAIN = (bool, int, float, str, type(None))
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor object and every name it goes by; the first is canonical."""
-
-    names: tuple[str, ...]
-    kind: Kind
-    tensor: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ def register() -> None:
 def _register() -> None:
     from vllm.model_executor import model_loader
 
-    _share_handlers()
     taken = getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {}).get(LOAD_FORMAT)
     if taken is None:
         from wcache.engine.vllm.loader import WcacheLoader
@@ -42,10 +41,18 @@ def _register() -> None:
         )
 
 
-def _share_handlers() -> None:
-    """Let our log lines appear where vLLM's do: its configuration covers the logger "vllm" only."""
+_borrowed: list[logging.Handler] = []
+
+
+def share_handlers() -> None:
+    """Let our log lines appear where vLLM's do: its configuration, which comes late, covers the logger "vllm" only."""
     ours, theirs = logging.getLogger("wcache"), logging.getLogger("vllm")
-    if theirs.handlers and not ours.handlers:
-        ours.handlers = theirs.handlers
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = False
+    if not theirs.handlers:
+        return
+    for handler in _borrowed:
+        ours.removeHandler(handler)
+    _borrowed[:] = theirs.handlers
+    for handler in _borrowed:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = False

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a manifest and its mapped tensors to a vLLM model that is ready to serve, without reading the checkpoint.
+
+    skeleton -> bind -> vLLM's post-processing in pre-processed mode -> complete (restore, then check everything)
+
+Runs in the engine. Parameters keep the class and the attributes that vLLM gave them and stand on the mapping; all else
+is private memory of the engine, because an engine may write it. Whatever does not agree is a StructureError that
+names every difference; no tensor is ever made up, and none stays on the meta device.
+Surprising: building a model leaves traces outside it (vLLM's forward context, its cache of rotary embeddings), which
+`skeleton` takes back if the model is not used after all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from wcache.engine.tensors import build, dtype_name, storages
+from wcache.engine.vllm import capture
+from wcache.errors import Miss, StructureError
+from wcache.model import Difference, Kind, MissReason
+from wcache.weights.fingerprint import ABSENT
+from wcache.weights.manifest import Manifest, TensorSpec
+from wcache.weights.segment import Mapping as SegmentMapping
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 5  # differences that the message names; the error carries all of them
+
+
+@contextmanager
+def skeleton(vllm_config: Any, model_config: Any, prefix: str = "") -> Iterator[nn.Module]:
+    """The model without memory. If the block fails, vLLM is as it was before the model was built."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with _traces_taken_back(vllm_config), set_default_torch_dtype(model_config.dtype):
+        with torch.device("meta"):
+            model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        yield model
+
+
+def unshareable(vllm_config: Any, model_config: Any, prefix: str = "") -> str | None:
+    """Why the model's quantization methods forbid sharing, found out on a skeleton that is thrown away again."""
+    try:
+        with skeleton(vllm_config, model_config, prefix) as model:
+            raise _Seen(capture.unshareable(model))
+    except _Seen as seen:
+        return seen.why
+    except Exception as e:  # noqa: BLE001 - whatever vLLM makes of a skeleton, a real load may still work
+        return f"its skeleton cannot be built: {type(e).__name__}: {e}"
+
+
+class _Seen(Exception):
+    """Leaves `skeleton` as a failure does, so that vLLM is as it was."""
+
+    def __init__(self, why: str | None) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+@contextmanager
+def _traces_taken_back(vllm_config: Any) -> Iterator[None]:
+    compilation = vllm_config.compilation_config
+    held = [getattr(compilation, n, None) for n in ("static_forward_context", "static_all_moe_layers")]
+    held.append(_rotary_cache())
+    before = [(c, c.copy()) for c in held if isinstance(c, dict | list)]
+    try:
+        yield
+    except BaseException:
+        for container, content in before:
+            container.clear()
+            container.update(content) if isinstance(container, dict) else container.extend(content)
+        raise
+
+
+def _rotary_cache() -> Any:
+    from vllm.model_executor.layers import rotary_embedding
+
+    return getattr(rotary_embedding, "_ROPE_DICT", None)
+
+
+def tensors_of(manifest: Manifest, mapping: SegmentMapping, *, copy: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Every name to its tensor, and the bytes of private copies: all of them, or those without a parameter in them."""
+    shared = {t.storage for t in manifest.tensors if t.kind is Kind.PARAMETER} if not copy else set()
+    bases = storages(manifest, mapping)
+    private = [i for i, base in enumerate(bases) if i not in shared and base.numel()]
+    for i in private:
+        bases[i] = bases[i].clone()
+    return build(manifest, bases), sum(bases[i].numel() for i in private)
+
+
+def bind(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give every parameter, buffer and bare tensor of the skeleton its memory. Raises StructureError."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    problems: list[str] = []
+    for spec in manifest.tensors:
+        if spec.kind is Kind.ATTRIBUTE:
+            continue
+        parameter: nn.Parameter | None = None
+        for name in spec.names:
+            prefix, _, leaf = name.rpartition(".")
+            module = modules.get(prefix)
+            if module is None:
+                problems.append(f"{name}: the model has no module {prefix}")
+            elif spec.kind is Kind.PARAMETER:
+                parameter = parameter if parameter is not None else _parameter(module, leaf, tensors[name])
+                module._buffers.pop(leaf, None)
+                module._parameters[leaf] = parameter
+            else:
+                module._parameters.pop(leaf, None)
+                module.register_buffer(leaf, tensors[name], persistent=spec.kind is Kind.BUFFER)
+    _refuse(problems)
+    _attributes(model, manifest, tensors)
+
+
+def _parameter(module: nn.Module, leaf: str, tensor: torch.Tensor) -> nn.Parameter:
+    """A parameter over `tensor` with the class and attributes (weight loaders, dims) of the one it replaces."""
+    old = module._parameters.get(leaf)
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    if old is not None:
+        parameter.__class__ = old.__class__
+        parameter.__dict__.update(old.__dict__)
+    return parameter
+
+
+def complete(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """After post-processing: restore what it cannot know, then hold the result against the manifest.
+
+    Raises StructureError.
+    """
+    _drop_consumed(model, set(manifest.extra.get("consumed", ())))
+    _attributes(model, manifest, tensors)
+    _restore_values(model, manifest.attributes)
+    _refuse([*differences(model, manifest, tensors), *(f"{n}: left without memory" for n in capture.on_meta(model))])
+
+
+def _drop_consumed(model: nn.Module, consumed: set[str]) -> None:
+    """Placeholders that post-processing used up where the weights were loaded, and that hang about here."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, _, tensor in list(capture.registered(model)):
+        prefix, _, leaf = name.rpartition(".")
+        if tensor.is_meta and name in consumed and hasattr(modules[prefix], leaf):
+            delattr(modules[prefix], leaf)
+
+
+def _attributes(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Bare tensors: put back what is missing, on meta, or (in a module itself) not what was captured."""
+    spots = {spot.path: spot for spot in capture.bare(model)}
+    for spec in manifest.tensors:
+        if spec.kind is not Kind.ATTRIBUTE:
+            continue
+        for path in spec.names:
+            captured, spot = tensors[path], spots.get(path)
+            if spot is None:
+                _put_new(model, path, captured)
+            elif spot.tensor.is_meta or (isinstance(spot.owner, nn.Module) and not _equal(spot.tensor, captured)):
+                spot.put(captured)
+
+
+def _put_new(model: nn.Module, path: str, tensor: torch.Tensor) -> None:
+    prefix, _, leaf = path.rpartition(".")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if prefix in modules:
+        setattr(modules[prefix], leaf, tensor)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Byte by byte, so that NaN equals itself."""
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def _restore_values(model: nn.Module, values: Mapping[str, Any]) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, value in values.items():
+        where, _, attribute = path.rpartition("@") if "@" in path else path.rpartition(".")
+        prefix, _, leaf = where.rpartition(".")
+        owner = getattr(modules.get(prefix), leaf, None) if "@" in path else modules.get(where)
+        if owner is not None and getattr(owner, attribute, None) != value:
+            log.debug("%s: %r as it was set while loading", path, value)
+            setattr(owner, attribute, value)
+
+
+def differences(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """One sentence for each parameter or buffer that is not what the manifest says, or not where it was bound."""
+    specs = {name: spec for spec in manifest.tensors if spec.kind is not Kind.ATTRIBUTE for name in spec.names}
+    have = {name: (kind, tensor) for name, kind, tensor in capture.registered(model)}
+    found = [f"{name}: not in the model" for name in specs.keys() - have.keys()]
+    found += [f"{name}: not in the shard" for name in have.keys() - specs.keys()]
+    for name in specs.keys() & have.keys():
+        found += _difference(name, specs[name], *have[name], tensors[name])
+    return sorted(found)
+
+
+def _difference(name: str, spec: TensorSpec, kind: Kind, tensor: torch.Tensor, bound: torch.Tensor) -> list[str]:
+    shard = (str(spec.kind), spec.dtype, spec.shape, spec.stride)
+    model = (str(kind), dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()))
+    if model != shard:
+        return [f"{name}: {model} in the model, {shard} in the shard"]
+    if kind is Kind.PARAMETER and tensor.data_ptr() != bound.data_ptr():
+        return [f"{name}: post-processing replaced it, so it would have been processed twice"]
+    return []
+
+
+def check(model: nn.Module, manifest: Manifest, *, quantized: bool) -> None:
+    """Before anything is bound: does the shard belong to this skeleton? Raises StructureError, Miss.
+
+    Shapes and dtypes are compared where no quantization method may have changed them.
+    """
+    _same_methods(capture.methods(model), manifest.extra.get("methods", {}))
+    consumed = set(manifest.extra.get("consumed", ()))
+    specs = {name: spec for spec in manifest.tensors for name in spec.names}
+    problems = []
+    for name, _, tensor in capture.registered(model):
+        spec = specs.get(name)
+        if spec is None and name not in consumed:
+            problems.append(f"{name}: not in the shard")
+        elif spec is not None and not quantized and (spec.shape, spec.dtype) != _shape_of(tensor):
+            problems.append(
+                f"{name}: {spec.dtype} {spec.shape} in the shard, {tensor.dtype} {tuple(tensor.shape)} here"
+            )
+    _refuse(problems)
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), dtype_name(tensor.dtype)
+
+
+def _same_methods(here: Mapping[str, str], there: Mapping[str, str]) -> None:
+    found = [
+        Difference(f"layout.kernel_backends.{name}", here.get(name, ABSENT), there.get(name, ABSENT))
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+    if found:
+        raise Miss(MissReason.LAYOUT, f"vLLM chose other kernels here: {found[0]}", found)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise StructureError(f"model and shard do not agree: {'; '.join(problems[:_SHOWN])}{more}", problems)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own way from disk to a processed model, watched: what it read, and what the model was before its weights.
+
+Runs in a cold engine and in the preload of `loader = "vllm"`. On a CPU the weights of plain linear layers stay where
+they are instead of being packed a second time into memory that no parameter shows (oneDNN, AMX kernels): only then can
+they be shared, and a cold engine computes bit by bit what a warm one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from wcache.engine.vllm.capture import Before
+
+
+class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
+    """vLLM's default loader; `before` and `files` are filled by `load_model`."""
+
+    before: Before | None = None
+
+    def __init__(self, load_config: Any) -> None:
+        plain = dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
+        super().__init__(plain)
+        self.files: set[Path] = set()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+        with unpacked_linear():
+            return super().load_model(*args, **kwargs)
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        self.before = Before.of(model)
+        super().load_weights(model, model_config)
+
+    def _prepare_weights(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_weights(*args, **kwargs)
+        self.files |= {Path(f) for f in prepared[1]}
+        return prepared
+
+
+@contextlib.contextmanager
+def unpacked_linear() -> Iterator[None]:
+    """While it lasts, vLLM on a CPU multiplies with the weights as they are. Elsewhere: nothing happens."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        yield
+        return
+    import vllm._custom_ops as ops
+    from vllm.model_executor.layers import utils as layers
+
+    onednn, sgl = ops._supports_onednn, layers.check_cpu_sgl_kernel
+    ops._supports_onednn, layers.check_cpu_sgl_kernel = False, _never
+    try:
+        yield
+    finally:
+        ops._supports_onednn, layers.check_cpu_sgl_kernel = onednn, sgl
+
+
+def _never(*_: Any) -> bool:
+    return False

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--load-format wcache`: vLLM's model loader over a rank's resident weights.
+
+A hit maps the weights and reads nothing of the checkpoint; a miss says why, loads the way vLLM does without us, and
+publishes the result from the engine, so that the next start is a hit. Whatever goes wrong with the cache, the engine
+starts from disk, unless `fallback` is off; it never serves a tensor that nobody can vouch for.
+Surprising: vLLM makes one loader to ask for external memory and another to load; see `session`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from wcache.engine.publish import Publication
+from wcache.engine.vllm import bind, capture, options, session, writeback
+from wcache.engine.vllm.disk import DiskLoader, unpacked_linear
+from wcache.engine.vllm.group import Group
+from wcache.engine.vllm.plugin import share_handlers
+from wcache.engine.vllm.session import Outcome
+from wcache.errors import Miss, StructureError, WcacheError
+from wcache.log import MISSED, fields
+from wcache.model import MissReason, Mode
+
+log = logging.getLogger(__name__)
+
+ATTACHMENT = "_wcache_attachment"  # where a model keeps its lease
+
+
+class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
+    """Registered under the load format `wcache`. Raises ConfigError for options that are not known."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        share_handlers()
+        self.options = options.parse(load_config.model_loader_extra_config or {})
+
+    def get_external_weight_memory(self, vllm_config: Any) -> int:
+        """Bytes of exactly the shard that `load_model` will attach; 0 for a miss."""
+        outcome = session.look(vllm_config, vllm_config.model_config, self.options)
+        session.keep(vllm_config, outcome)
+        return session.external_bytes(outcome, self.options)
+
+    def download_model(self, model_config: Any) -> None:
+        DiskLoader(self.load_config).download_model(model_config)
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:  # noqa: ARG002 - vLLM's signature
+        """Refused: the weights are shared and read-only, and vLLM would write raw ones over processed ones."""
+        raise Miss(MissReason.UNSUPPORTED, "weights of the load format wcache cannot be reloaded in place")
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        outcome = session.kept(vllm_config) if model_config is vllm_config.model_config else None
+        if outcome is None:
+            outcome = session.look(vllm_config, model_config, self.options)
+        model = self._attached(outcome, vllm_config, model_config, prefix)
+        if model is None:
+            self._look_closer(outcome, vllm_config, model_config, prefix)
+            self._refuse_to_fall_back(outcome)
+            model = self._from_disk(outcome, vllm_config, model_config, prefix)
+        return model.eval()
+
+    def _attached(self, outcome: Outcome, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module | None:
+        """The model over the attached shard on every rank, or None on every rank."""
+        if outcome.attachment is None:
+            return None
+        model: nn.Module | None = None
+        try:
+            model = self._bind(outcome, vllm_config, model_config, prefix)
+        except WcacheError as e:
+            outcome.drop(e)
+        except Exception as e:  # whatever vLLM's own code makes of a skeleton, the disk is still there
+            log.debug("binding failed", exc_info=True)
+            outcome.drop(StructureError(f"{type(e).__name__}: {e}"))
+        bound = [ok for [ok] in Group.world().gather([int(model is not None)])]
+        if model is not None and not all(bound):
+            outcome.drop(Miss(MissReason.STRUCTURE, f"rank {bound.index(0)} of this engine could not bind its shard"))
+            model = None
+        if model is None:
+            outcome.request = None  # what is resident under this key does not fit: there is nothing to publish
+        return model
+
+    def _bind(self, outcome: Outcome, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+        from vllm.model_executor.utils import weights_already_processed
+
+        held = outcome.attachment
+        assert held is not None
+        manifest, clock = held.manifest, Clock(outcome.seconds)
+        target = torch.device(self.load_config.device or vllm_config.device_config.device)
+        with bind.skeleton(vllm_config, model_config, prefix) as model:
+            clock.lap("skeleton")
+            why = capture.unshareable(model)
+            if why is not None:
+                raise Miss(MissReason.UNSUPPORTED, why)
+            bind.check(model, manifest, quantized=vllm_config.quant_config is not None)
+            tensors, private = bind.tensors_of(manifest, held.mapping, copy=self.options.mode is Mode.COPY)
+            bind.bind(model, manifest, tensors)
+            clock.lap("bind")
+            with unpacked_linear(), weights_already_processed():
+                process_weights_after_loading(model, model_config, target)
+            clock.lap("post-process")
+            bind.complete(model, manifest, tensors)
+            clock.lap("check")
+        self._settle(model, outcome, sum(len(t.names) for t in manifest.tensors), private)
+        return model
+
+    def _settle(self, model: nn.Module, outcome: Outcome, count: int, private: int) -> None:
+        """Keep the lease as long as the model lives, or give the shard back after copying it."""
+        held = outcome.attachment
+        assert held is not None
+        if self.options.mode is Mode.COPY:
+            held.release(evict=True)
+        else:
+            model.__dict__[ATTACHMENT] = held
+        log.info("Mapped %d tensors from the weight cache daemon (%s mode)", count, self.options.mode)
+        spent = ", ".join(f"{name} {s * 1000:.1f} ms" for name, s in outcome.seconds.items())
+        log.info("wcache: %s; %.1f MiB of private copies", spent, private / (1 << 20))
+
+    @staticmethod
+    def _look_closer(outcome: Outcome, vllm_config: Any, model_config: Any, prefix: str) -> None:
+        """A quantization method that cannot be shared is the reason, and nobody shall wait for its publication."""
+        if outcome.request is not None and vllm_config.quant_config is not None:
+            why = bind.unshareable(vllm_config, model_config, prefix)
+            if why is not None:
+                outcome.request, outcome.error = None, Miss(MissReason.UNSUPPORTED, why)
+
+    def _refuse_to_fall_back(self, outcome: Outcome) -> None:
+        assert outcome.error is not None
+        if not self.options.fallback:
+            raise outcome.error
+        log.warning(
+            "Weight cache unusable (%s); falling back to disk loading",
+            outcome.reason,
+            extra=fields(MESSAGE_ID=MISSED, WCACHE_REASON=outcome.reason.partition(":")[0]),
+        )
+
+    def _from_disk(self, outcome: Outcome, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
+        """vLLM's own load, then the publication for the next start; or what another engine published meanwhile."""
+        publication = session.elect(outcome, self.options)
+        if publication is None and outcome.attachment is not None:
+            model = self._attached(outcome, vllm_config, model_config, prefix)
+            if model is not None:
+                return model
+        with writeback.abandoned_on_error(publication):
+            disk = DiskLoader(self.load_config)
+            model = disk.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            left = capture.on_meta(model)
+            if left:
+                raise StructureError(f"tensors without memory after loading from disk: {', '.join(left[:5])}", left)
+        if publication is not None:
+            self._publish(model, disk, publication, outcome)
+        return model
+
+    @staticmethod
+    def _publish(model: nn.Module, disk: DiskLoader, publication: Publication, outcome: Outcome) -> None:
+        assert outcome.request is not None
+        start = time.perf_counter()
+        try:
+            model.__dict__[ATTACHMENT] = writeback.publish(model, disk, publication, outcome.request)
+        except WcacheError as e:
+            log.warning("wcache: not published: %s", e)
+            return
+        log.info("wcache: published for the next start in %.2f s", time.perf_counter() - start)
+
+
+class Clock:
+    """Writes what each phase took into a dict (seconds)."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds, self._last = seconds, time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._seconds[name], self._last = now - self._last, now

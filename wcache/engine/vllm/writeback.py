@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cold engine, or the preload, gives to its rank after vLLM has loaded and processed the weights.
+
+The engine's own parameters are moved onto the published segments, tensor by tensor, so that one copy remains; all
+else (buffers, bare tensors) is copied and stays the engine's. Nothing is published that could not be vouched for: a
+checkpoint that changed meanwhile, files that its identity does not cover, methods that hide their weights.
+An engine never fails because of its publication: it says why, and serves from its own memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from wcache.engine.client import Attachment
+from wcache.engine.publish import Publication
+from wcache.engine.vllm import capture
+from wcache.engine.vllm.disk import DiskLoader
+from wcache.engine.vllm.request import Request
+from wcache.errors import PublishError
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def abandoned_on_error(publication: Publication | None) -> Iterator[None]:
+    """Whoever waits for the publication learns at once that it will not come."""
+    try:
+        yield
+    except BaseException as e:
+        if publication is not None:
+            publication.abort(f"loading failed: {type(e).__name__}: {e}")
+        raise
+
+
+def publish(model: nn.Module, disk: DiskLoader, publication: Publication, request: Request) -> Attachment:
+    """Publish a processed model; returns this process's own lease on it.
+
+    Raises PublishError for a model that must not be shared, and what the rank answers.
+    """
+    before = disk.before
+    why = _objection(model, disk, request)
+    if why is not None or before is None:
+        publication.abort(why or "unknown")
+        raise PublishError(why or "unknown")
+    model.requires_grad_(False)  # some of vLLM's layers leave it on; nobody trains here, and shared memory is read-only
+    return publication.write(
+        capture.entries(model),
+        repoint=True,
+        attributes=capture.changed(before.values, capture.plain_values(model)),
+        extra={"methods": before.methods, "consumed": before.consumed(model)},
+        model=request.query.model,
+    )
+
+
+def _objection(model: nn.Module, disk: DiskLoader, request: Request) -> str | None:
+    """Why the processed model must not be shared, or None."""
+    if disk.before is None:
+        return "vLLM did not load the weights through its default loader"
+    why = capture.unshareable(model)
+    if why is not None:
+        return why
+    emptied = disk.before.emptied(model)
+    if emptied:
+        return f"post-processing moved {emptied[0]} and {len(emptied) - 1} more out of sight"
+    covered = {f.path.resolve() for f in request.survey.files}
+    strangers = sorted(str(f) for f in disk.files if Path(f).resolve() not in covered)
+    if strangers:
+        return f"vLLM also read {strangers[0]}, which the checkpoint's identity does not cover"
+    if not request.unchanged():
+        return f"{request.survey.directory} changed while it was being loaded"
+    return None
