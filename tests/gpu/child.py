@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -19,11 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import publisher
 import wcd1
 
 from wcache.errors import ConnectionClosed, WcacheError
 from wcache.host.cuda import open_driver
-from wcache.host.fds import OwnedFd, receive, send
+from wcache.host.fds import OwnedFd, close_all, receive, send
+from wcache.protocol.connection import connect
+from wcache.protocol.messages import Attach
+from wcache.weights import manifest as manifests
 from wcache.weights.segment import Access
 from wcache.weights.segment_cuda import CudaBackend, DeviceMemory
 
@@ -51,7 +56,7 @@ def devices(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
 def exporter(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
     """Segment `i` is full of the byte i + 1."""
     backend = CudaBackend(request["gpu"])
-    made, digests, names = [], [], []
+    made, digests = [], []
     for i, size in enumerate(request["sizes"]):
         segment = backend.create(f"s{i}", size)
         backend.gpu.fill(segment.memory().address, i + 1, size, 0, "the test")
@@ -61,8 +66,7 @@ def exporter(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
             if any(tail):
                 raise ValueError("the padding is not zero")
         made.append(segment.seal())
-        names.append(str(Path(f"/proc/self/fd/{made[-1].fileno()}").readlink()))
-    return {"digests": digests, "granularity": backend.granularity, "names": names}, made
+    return {"digests": digests, "granularity": backend.granularity}, made
 
 
 def importer(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
@@ -227,9 +231,48 @@ def _slice(whole: Any, name: str, shape: tuple[int, ...], rank: int) -> Any:
     return whole.narrow(dim, rank * shape[dim], shape[dim])
 
 
-ROLES: dict[str, Callable[[dict[str, Any], list[OwnedFd]], Answer]] = {
-    f.__name__: f for f in (devices, exporter, importer, refused, reader, stray_writer, writes, digester, loader)
-}
+def publish(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
+    """Publish a synthetic shard to a rank."""
+    where, gpu = Path(request["socket"]), request["gpu"]
+
+    def before_commit() -> None:
+        if request.get("die_before_commit"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    committed = publisher.publish(where, gpu, request["name"], request["sizes"], before_commit=before_commit)
+    return {"fingerprint": committed.fingerprint, "generation": committed.generation}, []
+
+
+def attach(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
+    """Attach, map, and look at the first and last byte of every tensor. Keeps lease and mapping; asked again without
+    a socket it looks again. `spoil`: write one byte, which only `access="rw"` allows."""
+    if "socket" in request:
+        connection = connect(Path(request["socket"]), role="engine", name="attacher", device=request["gpu"])
+        try:
+            _, manifest_fd, came = connection.attach(Attach(query=publisher.query(request["name"])))
+        except WcacheError as e:
+            connection.close()
+            return {"refused": e.code, "message": str(e), **e.data}, []
+        with manifest_fd:
+            manifest = manifests.decode(os.pread(manifest_fd.fileno(), os.fstat(manifest_fd.fileno()).st_size, 0))
+        backend = CudaBackend(request["gpu"])
+        mapping = backend.map(came, [s.size for s in manifest.segments], Access(request.get("access", "r")))
+        close_all(came)
+        kept.update(connection=connection, manifest=manifest, backend=backend, mapping=mapping)
+    backend, mapping, manifest = kept["backend"], kept["mapping"], kept["manifest"]
+    wrong = []
+    for i, storage in enumerate(manifest.storages):
+        address = mapping.memory(storage.segment).address + storage.offset
+        ends = {host_bytes(backend, address + at, 1)[0] for at in (0, storage.size - 1)}
+        if ends != {publisher.filling(i)}:
+            wrong.append(i)
+    if request.get("spoil"):
+        put(backend, mapping.memory(0).address + 5, b"\xff")
+    return {"wrong": wrong, "tensors": len(manifest.tensors), "daemon": not kept["connection"].ended()}, []
+
+
+_ROLES = (devices, exporter, importer, refused, reader, stray_writer, writes, digester, loader, publish, attach)
+ROLES: dict[str, Callable[[dict[str, Any], list[OwnedFd]], Answer]] = {role.__name__: role for role in _ROLES}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 import pytest
+from daemons import Daemon, Manager
 
 from wcache.host.fds import OwnedFd, close_all, receive, send
 from wcache.host.gpu_memory import MIB, measure
@@ -45,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def environment(**more: str) -> dict[str, str]:
     """For children: this tree and what the tests share can be imported."""
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "tests"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
@@ -127,6 +129,44 @@ def spawn() -> Iterator[Callable[..., Child]]:
             return child
 
         yield start
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory with a short name: a socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="wc-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def manager(short_dir: Path) -> Iterator[Manager]:
+    """What stands in for systemd's fd store: this process, which has no CUDA."""
+    manager = Manager(short_dir / "notify")
+    yield manager
+    manager.close()
+
+
+@pytest.fixture
+def make_daemon(short_dir: Path, manager: Manager, gpu: str) -> Iterator[Callable[..., Daemon]]:
+    """Make (not start) a rank's daemon on the GPU; it is ended after the test."""
+    made: list[Daemon] = []
+
+    def make(**config: object) -> Daemon:
+        settings = {"backend": "cuda", "devices": [gpu], **config}
+        made.append(Daemon(short_dir, config=settings, manager=manager, environment=environment()))
+        return made[-1]
+
+    yield make
+    for daemon in made:
+        daemon.close()
+    if made:
+        print(made[0].log)
+
+
+@pytest.fixture
+def daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
+    """A running rank without a configured model."""
+    return make_daemon().start()
 
 
 @pytest.fixture(autouse=True)
