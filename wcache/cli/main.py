@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from wcache.cli import checkpoint, daemon, doctor, group, logs, shards, status
 from wcache.cli.context import Context
@@ -27,8 +27,35 @@ _FLAGS = ("--user", "--system", "--debug")
 _CONFIG = "--config"
 
 
-class _GlobalsAnywhere(TyperGroup):
+def _absent_stays_none(parameter: Any) -> None:
+    """An option that was not given needs no conversion; typer (0.26 on) would import pydantic for it, 0.1 s."""
+    convert, callback = parameter.process_value, parameter.callback
+
+    def process_value(ctx: Any, value: Any) -> Any:
+        if value is not None or parameter.required or parameter.multiple or parameter.nargs != 1:
+            return convert(ctx, value)
+        return None if callback is None else callback(ctx, parameter, None)
+
+    if "process_value" not in vars(parameter):
+        parameter.process_value = process_value
+
+
+class _Verb(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters = super().get_params(ctx)
+        for parameter in parameters:
+            _absent_stays_none(parameter)
+        return parameters
+
+
+class _Group(TyperGroup):
     """Moves global options to the front, so that `wcache status --user` is `wcache --user status`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters = super().get_params(ctx)
+        for parameter in parameters:
+            _absent_stays_none(parameter)
+        return parameters
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, globals_first(args))
@@ -52,7 +79,7 @@ def globals_first(args: Sequence[str]) -> list[str]:
 
 app = typer.Typer(
     name="wcache",
-    cls=_GlobalsAnywhere,
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -77,20 +104,24 @@ def options(
     ctx.obj = Context(asked_scope=scope, asked_config=config, debug=debug)
 
 
-app.command("status")(status.status)
-app.command("start")(group.start)
-app.command("stop")(group.stop)
-app.command("restart-group")(group.restart_group)
-app.command("clean")(group.clean)
-app.command("explain")(checkpoint.explain)
-app.command("fingerprint")(checkpoint.fingerprint)
-app.command("verify")(shards.verify)
-app.command("evict")(shards.evict)
-app.command("drain")(shards.drain)
-app.command("logs")(logs.logs)
-app.command("doctor")(doctor.doctor)
-app.command("daemon")(daemon.daemon)
-app.command("version")(daemon.version)
+_VERBS: dict[str, Callable[..., None]] = {
+    "status": status.status,
+    "start": group.start,
+    "stop": group.stop,
+    "restart-group": group.restart_group,
+    "clean": group.clean,
+    "explain": checkpoint.explain,
+    "fingerprint": checkpoint.fingerprint,
+    "verify": shards.verify,
+    "evict": shards.evict,
+    "drain": shards.drain,
+    "logs": logs.logs,
+    "doctor": doctor.doctor,
+    "daemon": daemon.daemon,
+    "version": daemon.version,
+}
+for _name, _verb in _VERBS.items():
+    app.command(_name, cls=_Verb)(_verb)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wcache import __version__
 from wcache.config import Config
-from wcache.daemon.facts import Snapshot
 from wcache.model import RankState
 from wcache.protocol.messages import ProgressInfo, RankStatus
+
+if TYPE_CHECKING:
+    from wcache.daemon.facts import Snapshot
 
 _PAGE = os.sysconf("SC_PAGESIZE")
 
