@@ -180,64 +180,69 @@ def _check_names(names: Iterable[str], what: str) -> None:
 
 
 def _entry(name: str, value: Any, data_offset: int, what: str) -> HeaderEntry:
-    where = f"{what}: tensor {_short(name)!r}"
+    try:
+        return _checked_entry(name, value, data_offset)
+    except CheckpointError as e:
+        raise CheckpointError(e.fault, f"{what}: tensor {_short(name)!r}: {e}") from e
+
+
+def _checked_entry(name: str, value: Any, data_offset: int) -> HeaderEntry:
     if type(value) is not dict or value.keys() != _ENTRY_KEYS:
         found = sorted(value) if type(value) is dict else type(value).__name__
-        message = f"{where}: an entry has exactly dtype, shape and data_offsets; found {_short(found)}"
+        message = f"an entry has exactly dtype, shape and data_offsets; found {_short(found)}"
         refuse(CheckpointFault.HEADER_INVALID, message)
-    dtype, bits = _dtype(value["dtype"], where)
-    shape = _shape(value["shape"], where)
-    begin, end = _offsets(value["data_offsets"], where)
-    shape, size = _size(dtype, bits, shape, where)
+    dtype, bits = _dtype(value["dtype"])
+    begin, end = _offsets(value["data_offsets"])
+    shape, size = _size(dtype, bits, _shape(value["shape"]))
     if size != end - begin:
-        message = f"{where}: {value['dtype']} {list(shape)} takes {size} bytes, its offsets span {end - begin}"
+        message = f"{value['dtype']} {value['shape']} takes {size} bytes, its offsets span {end - begin}"
         refuse(CheckpointFault.SIZE_MISMATCH, message)
     return HeaderEntry(name, dtype, shape, data_offset + begin, size)
 
 
-def _dtype(value: Any, where: str) -> tuple[str, int]:
+def _dtype(value: Any) -> tuple[str, int]:
     if type(value) is not str or value not in DTYPES:
-        refuse(CheckpointFault.BAD_DTYPE, f"{where}: {_short(value)!r} is no safetensors dtype")
+        refuse(CheckpointFault.BAD_DTYPE, f"{_short(value)!r} is no safetensors dtype")
     dtype, bits = DTYPES[value]
     if dtype is None:
-        refuse(CheckpointFault.BAD_DTYPE, f"{where}: torch has no dtype for {value}")
+        refuse(CheckpointFault.BAD_DTYPE, f"torch has no dtype for {value}")
     return dtype, bits
 
 
-def _shape(value: Any, where: str) -> tuple[int, ...]:
+def _shape(value: Any) -> tuple[int, ...]:
     if type(value) is not list or any(type(dim) is not int or dim < 0 for dim in value):
-        message = f"{where}: shape {_short(value)} is not a list of whole numbers from 0 on"
+        message = f"shape {_short(value)} is not a list of whole numbers from 0 on"
         refuse(CheckpointFault.BAD_SHAPE, message)
     if len(value) > MAX_DIMS:
-        refuse(CheckpointFault.BAD_SHAPE, f"{where}: {len(value)} dimensions; at most {MAX_DIMS} are allowed")
+        refuse(CheckpointFault.BAD_SHAPE, f"{len(value)} dimensions; at most {MAX_DIMS} are allowed")
     return tuple(value)
 
 
-def _offsets(value: Any, where: str) -> tuple[int, int]:
+def _offsets(value: Any) -> tuple[int, int]:
     if (
         type(value) is not list
         or len(value) != 2
         or any(type(offset) is not int or offset < 0 for offset in value)
         or value[0] > value[1]
     ):
-        refuse(CheckpointFault.BAD_OFFSETS, f"{where}: data_offsets {_short(value)} are not [begin, end]")
+        refuse(CheckpointFault.BAD_OFFSETS, f"data_offsets {_short(value)} are not [begin, end]")
     if value[1] > MAX_BYTES:
-        refuse(CheckpointFault.BAD_OFFSETS, f"{where}: data_offsets {_short(value)} lie beyond any file")
+        refuse(CheckpointFault.BAD_OFFSETS, f"data_offsets {_short(value)} lie beyond any file")
     return value[0], value[1]
 
 
-def _size(dtype: str, bits: int, shape: tuple[int, ...], where: str) -> tuple[tuple[int, ...], int]:
+def _size(dtype: str, bits: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """The shape as torch counts it, and its bytes. A dimension of 0 counts as 1 for overflow, as in torch's strides."""
     extent = 1
     for dim in shape:
         extent *= max(dim, 1)
         if extent * bits > MAX_BYTES * 8:
-            message = f"{where}: shape {_short(list(shape))} of {dtype} exceeds {MAX_BYTES} bytes"
+            message = f"shape {_short(list(shape))} of {dtype} exceeds {MAX_BYTES} bytes"
             refuse(CheckpointFault.SHAPE_OVERFLOW, message)
     count = 0 if 0 in shape else extent
     if bits == 4:  # torch's element is a byte that holds two values
         if not shape or shape[-1] % 2:
-            message = f"{where}: the last dimension of an F4 tensor must be even, its shape is {list(shape)}"
+            message = f"the last dimension of an F4 tensor must be even, its shape is {list(shape)}"
             refuse(CheckpointFault.BAD_SHAPE, message)
         shape = (*shape[:-1], shape[-1] // 2)
     return shape, count * bits // 8
