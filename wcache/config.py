@@ -131,6 +131,11 @@ def state_dir(scope: Scope) -> Path:
     return _user_dir("XDG_STATE_HOME", ".local/state") / "wcache"
 
 
+def state_dir_of(config: Config, scope: Scope) -> Path:
+    """The state directory that a configuration names, else the scope's."""
+    return Path(config.state_dir) if config.state_dir is not None else state_dir(scope)
+
+
 def _user_dir(variable: str, default: str) -> Path:
     if value := os.environ.get(variable):
         return Path(value)

@@ -22,6 +22,7 @@ from wcache import config
 from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S, Scope
 from wcache.engine import cold, module
 from wcache.engine.client import DISK, Attachment, as_miss, attach_shard, map_segments
+from wcache.engine.entries import check
 from wcache.engine.publish import Publication, begin, module_entries, state_entries
 from wcache.engine.request import Request, prepare
 from wcache.engine.tensors import gpu_uuid
@@ -96,7 +97,7 @@ def attach(
         state_timeout_s,
     )
     wanted = Mode(mode)
-    with open_store(config.state_dir(config.default_scope())) as store:
+    with host_store() as store:
         start = time.perf_counter()
         request = prepare(
             os.fspath(model),
@@ -166,7 +167,8 @@ def publish(
     placement = Placement(Sizes(tp_size, pp_size, dp_size, ep_size), rank)
     path = _socket(rank, socket_dir, socket_path)
     entries = module_entries(source) if isinstance(source, nn.Module) else state_entries(source)
-    with open_store(config.state_dir(config.default_scope())) as store:
+    check(entries, repoint=repoint)
+    with host_store() as store:
         request = prepare(
             os.fspath(model),
             placement,
@@ -179,7 +181,7 @@ def publish(
     publication = begin(
         request.query(),
         path,
-        bytes_total=sum(e.tensor.nbytes for e in entries if not e.tensor.is_meta),
+        bytes_total=sum(e.tensor.nbytes for e in entries),
         name=name or f"{Path(model).name} pid {os.getpid()}",
         device=_device_of(entries[0].tensor) if entries else None,
         wait_s=state_timeout_s,
@@ -340,6 +342,12 @@ def _socket(rank: int, directory: str | os.PathLike[str] | None, path: str | os.
             raise ConfigError("socket_dir and socket_path exclude each other")
         return Path(path)
     return path_of(Path(directory) if directory is not None else default_socket_dir(), rank)
+
+
+def host_store() -> DigestStore:
+    """The digest store that this host's ranks use, as far as wcache.toml says."""
+    scope = config.default_scope()
+    return open_store(config.state_dir_of(config.load_or_default(scope), scope))
 
 
 def default_socket_dir() -> Path:

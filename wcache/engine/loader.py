@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         run(config, options.rank, options.socket, options.spec or preload_spec(config, options.rank))
     except WcacheError as e:
-        log.error("%s", e)
+        log.error("%s (%s)", e, e.code)  # the daemon tells a lack of memory by the code
         if e.hint:
             log.error("hint: %s", e.hint)
         return e.exit_status
@@ -64,7 +64,7 @@ def run(config: Config, rank: int, socket: Path, spec: str) -> None:
     if config.loader is not Loader.SAFETENSORS:
         _engine_loader(config.loader)(config, rank, socket, spec)
         return
-    with open_store(configuration.state_dir(configuration.default_scope())) as store:
+    with open_store(configuration.state_dir_of(config, configuration.default_scope())) as store:
         request = prepare(
             config.model,
             config.placement(rank),
