@@ -2,7 +2,7 @@
 """A stand-in for the loader child: `loader_child.py SOCKET SPEC HOW`; publishes the minimal client's shard.
 
 HOW: `good`, `slow:SECONDS`, `stall` (some progress, then none), `hang` (says nothing), `crash`, `kill`, `nothing`,
-`identify` (asks for what is resident, as a loader does that had to hash first).
+`tight` (has no memory while another shard is resident).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from daemons import commit, make, query
 
 from wcache.model import Origin
 from wcache.protocol.connection import Connection, connect
-from wcache.protocol.messages import Granted, Message, Progress, ProgressInfo, PublishBegin, Resident
+from wcache.protocol.messages import GetStatus, Granted, Message, Progress, ProgressInfo, PublishBegin, Resident, Status
 
 GB = 1_000_000_000
 
@@ -34,6 +34,9 @@ def main() -> int:
         print("ValueError: tensor lm_head.weight is cursed", file=sys.stderr)
         return 3
     with connect(Path(path), role="loader", name="loader") as connection:
+        if how == "tight" and connection.ask(GetStatus(), Status).status.shards:
+            print("segment 0 needs 9 bytes, 3 are free (out_of_memory)", file=sys.stderr)
+            return 1
         asked = query(text)
         manifest, fds = make(asked, origin=Origin.PRELOAD, spec=spec)
         connection.send(PublishBegin(query=asked, origin=Origin.PRELOAD, bytes_total=10 * GB, spec=spec))

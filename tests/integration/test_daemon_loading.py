@@ -57,10 +57,11 @@ def make_rank(
 
 
 def set_loader(daemon: Daemon, how: str, text: str = "preload", spec: str | None = None) -> None:
-    parsed = configuration.parse(
-        "".join(f"{k} = {json.dumps(v)}\n" for k, v in daemon.config.items() if not isinstance(v, dict)), "test"
-    )
-    daemon.loader = [sys.executable, str(LOADER), str(daemon.path), spec or preload_spec(parsed, 0), how, text]
+    if spec is None:
+        plain = {k: v for k, v in daemon.config.items() if not isinstance(v, dict)}
+        toml = "".join(f"{k} = {json.dumps(v)}\n" for k, v in plain.items())
+        spec = preload_spec(configuration.parse(toml, "test"), 0)
+    daemon.loader = [sys.executable, str(LOADER), str(daemon.path), spec, how, text]
 
 
 def attach(daemon: Daemon, text: str = "preload", wait_s: float = 0.0) -> list[bytes]:
@@ -337,7 +338,7 @@ def test_an_evicted_preload_is_not_loaded_again_by_itself(make_rank: Callable[..
     status = daemon.status()
     assert status.state is RankState.READY
     assert "evicted" in status.text
-    assert not children(daemon)
+    assert daemon.log.count("loading shard from disk") == 1
 
 
 def test_the_watchdog_is_fed_during_a_load(make_rank: Callable[..., Daemon], manager: Manager) -> None:
@@ -348,3 +349,44 @@ def test_the_watchdog_is_fed_during_a_load(make_rank: Callable[..., Daemon], man
     times = [t.at for t in manager.told if t.text == "WATCHDOG=1"]
     assert len(times) >= 4
     assert all(b - a < 1.0 for a, b in itertools.pairwise(times))
+
+
+def test_an_unused_shard_of_another_configuration_makes_room(
+    make_rank: Callable[..., Daemon], manager: Manager
+) -> None:
+    daemon = make_rank("good", "old", spec="other").start()
+    manager.wait_told("READY=1")
+    daemon.kill()
+    manager.told.clear()
+    set_loader(daemon, "tight", "new")
+    daemon.start()
+    manager.wait_told("READY=1")
+    assert "made room" in daemon.log
+    assert [s.content for s in daemon.status().shards] == [content_of("new")]
+    assert len(manager.names()) == 3
+
+
+def test_a_drain_ends_a_load_and_a_reload_begins_it_again(
+    make_rank: Callable[..., Daemon], wait_until: Callable[..., None]
+) -> None:
+    daemon = make_rank("slow:60").start()
+    wait_until(lambda: daemon.status().progress, 10.0, "the load is under way")
+    with daemon.connect() as admin:
+        admin.ask(Drain(deadline_s=10.0), Done)
+        wait_until(lambda: not children(daemon), 5.0, "the loader is gone")
+        assert daemon.status().state is RankState.DRAINING
+        admin.ask(Reload(), Done)
+    wait_until(lambda: daemon.status().progress, 10.0, "a load is under way again")
+
+
+def test_loads_take_turns_when_slots_are_few(make_rank: Callable[..., Daemon], wait_until: Callable[..., None]) -> None:
+    group = {"load_slots": 1, "ranks": [0, 1], "parallel": {"dp_size": 2}}
+    first, second = make_rank("hang", spec="x", **group), make_rank("crash", spec="x", **group)
+    second.rank = 1
+    first.start()
+    wait_until(lambda: "rank 0 loading shard" in first.log, 10.0, "the first one loads")
+    second.start()
+    assert second.status().state is RankState.LOADING
+    assert "rank 1 loading shard" not in second.log
+    first.kill()  # whoever held the slot is gone: it is free
+    wait_until(lambda: "rank 1 loading shard" in second.log, 10.0, "the second one's turn")

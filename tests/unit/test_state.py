@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from wcache.daemon.facts import Client, Drop, Forget, Found, Free, Grant, NotHere, Shard, Wait
 from wcache.daemon.matching import miss, named
 from wcache.daemon.state import State
-from wcache.errors import Busy, DeviceMismatch, Draining, NoSuchShard, PublishError, WcacheError
+from wcache.errors import Busy, DeviceMismatch, Draining, NoSuchShard, ProtocolError, PublishError, WcacheError
 from wcache.model import CPU, IdentityPolicy, MissReason, Mode, Origin, RankState, ShardState
 from wcache.protocol.messages import ProgressInfo, Query
 from wcache.weights.fingerprint import Fingerprint, LayoutKey
@@ -202,8 +202,20 @@ def test_progress_counts_only_what_moves() -> None:
     state = fresh()
     state.publish_begin(client(1), query(), Origin.ENGINE, None, 1, NOW)
     for done in (1, 1, 1, 2):
-        state.progress(1, ProgressInfo(phase="load", bytes_done=done, bytes_total=9))
+        state.progress(client(1), ProgressInfo(phase="load", bytes_done=done, bytes_total=9))
     assert state.moves == 2
+    with pytest.raises(ProtocolError):
+        state.progress(client(2), ProgressInfo(phase="load"))
+
+
+def test_a_loader_shows_its_progress_before_it_publishes() -> None:
+    state = fresh("/m")
+    state.preload.started()
+    info = ProgressInfo(phase="identify", bytes_done=1, bytes_total=9)
+    state.progress(client(1, role="loader"), info)
+    assert (state.snapshot().progress, state.moves) == (info, 1)
+    state.publish_begin(client(2, role="loader"), query(), Origin.PRELOAD, None, 1, NOW)
+    assert state.snapshot().progress is None
 
 
 # --- standing ---------------------------------------------------------------------------------------------------------

@@ -50,10 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(rank: int, scope: Scope, config_path: Path | None) -> int:
     """Run the daemon. Raises WcacheError if it cannot start."""
-    config = configuration.load_or_default(scope) if config_path is None else configuration.load(config_path)
+    path = configuration.config_path(scope) if config_path is None else config_path
+    config = configuration.load_or_default(scope) if config_path is None else configuration.load(path)
     _raise_descriptor_limit()
     threading.stack_size(THREAD_STACK_BYTES)
-    service = Service(config, rank, scope, config_path=config_path)
+    service = Service(config, rank, scope, config_path=path if path.exists() else None)
     gc.freeze()
     return service.run()
 

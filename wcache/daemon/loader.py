@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from wcache.daemon.rank import Rank
@@ -36,20 +36,23 @@ class Gone(Exception):
     """The load is no longer wanted: the daemon stops or drains."""
 
 
-def run(rank: Rank, command: Sequence[str], socket_dir: Path, unwanted: Callable[[], bool]) -> str:
-    """Run the loader to its end. Returns what went wrong, "" if nothing did. Raises Gone."""
+def run(
+    rank: Rank, command: Sequence[str], environment: Mapping[str, str], socket_dir: Path, unwanted: Callable[[], bool]
+) -> str:
+    """Run the loader to its end; `environment` is added to ours. Returns what went wrong, if anything. Raises Gone."""
     with _slot(rank, socket_dir, unwanted):
         log.info("rank %d loading shard from disk", rank.who.rank)
-        return _Loader(rank, command).watch(unwanted)
+        return _Loader(rank, command, environment).watch(unwanted)
 
 
 class _Loader:
-    def __init__(self, rank: Rank, command: Sequence[str]) -> None:
+    def __init__(self, rank: Rank, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._rank = rank
         self._stall_s = 2 * rank.who.config.timeouts.stall_s
         self._words: deque[str] = deque(maxlen=LAST_WORDS)
         self._process = subprocess.Popen(
             child.command(command),
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -9,6 +9,7 @@ ends the daemon with a non-zero status (systemd's start limits then apply), unle
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from wcache.daemon import loader
 from wcache.daemon.facts import Shard, label
+from wcache.daemon.preload import Preload
 from wcache.daemon.rank import Rank
 from wcache.daemon.status import size
 from wcache.daemon.verifying import verify_restored
@@ -28,6 +30,8 @@ from wcache.weights.spec import preload_spec
 log = logging.getLogger(__name__)
 
 RECOGNISE_TIMEOUT_S = 30.0  # a dead network file system blocks for ever
+# How loaders say that memory did not suffice: our own code, torch's and CUDA's words, the kernel's signal.
+_SHORT_OF_MEMORY = re.compile(r"out[ _]of[ _]memory|OutOfMemory|SIGKILL", re.IGNORECASE)
 _UNREACHABLE = {CheckpointFault.NO_DIRECTORY, CheckpointFault.UNREADABLE}
 
 
@@ -131,7 +135,8 @@ class Preloader:
         with rank.state() as state:
             state.preload.started()
         try:
-            problem = loader.run(rank, self._command(), self._where.socket.parent, self._unwanted)
+            environment = {"WCACHE_STATE_DIR": str(self._where.state_dir)}
+            problem = loader.run(rank, self._command(), environment, self._where.socket.parent, self._unwanted)
         except loader.Gone:
             with rank.state() as state:
                 state.preload.ended()
@@ -139,28 +144,33 @@ class Preloader:
         except OSError as e:
             problem = f"the loader could not be started: {e}"
         with rank.state() as state:
-            missing = state.preload.current is None and not (state.preload.released or state.preload.ordered)
-            if not problem and missing:
-                problem = "the loader ended with exit status 0 but published nothing"
+            problem = _outcome(problem, state.preload)
             if not problem:
                 state.preload.ended()
                 return
-            reason = state.preload.reason
-            problem = f"{reason}\n  {problem}" if reason and reason not in problem else problem
-            state.preload.fail(f"Weight load failed: {problem}".splitlines()[0])
+            room = state.make_room(self._spec) if _SHORT_OF_MEMORY.search(problem) else []
+            if room:
+                state.preload.ended()
+                state.preload.order(reloading=False)
+            else:
+                state.preload.fail(_headline(problem))
         log.error(
             "rank %d: Weight load failed: %s", rank.who.rank, problem,
             extra=fields(MESSAGE_ID=LOAD_FAILED, WCACHE_RANK=rank.who.rank),
         )  # fmt: skip
-        self._after_failure(problem.splitlines()[0])
+        if room:
+            log.warning(
+                "rank %d: %d unused shards of another configuration made room; trying again", rank.who.rank, len(room)
+            )
+        else:
+            self._after_failure(problem)
 
     def _after_failure(self, problem: str) -> None:
-        kept = f"the last load failed ({problem}); serving the older shard"
         candidates = self._candidates()
         if candidates:
-            self._take(candidates[0], kept)
+            self._take(candidates[0], f"{_headline(problem)}; serving the older shard")
         elif self._rank.read(lambda state: state.preload.current is None):
-            self._fail(f"Weight load failed: {problem}")
+            self._fail(_headline(problem))
 
     def _unwanted(self) -> bool:
         return self._stopping() or self._rank.read(lambda state: state.draining)
@@ -177,6 +187,19 @@ class Preloader:
 
 class _Unreachable(Exception):
     pass
+
+
+def _outcome(problem: str, preload: Preload) -> str:
+    """What a loader that has ended leaves undone; its own reason for giving up comes first."""
+    if not problem and preload.current is None and not (preload.released or preload.ordered):
+        return "the loader ended with exit status 0 but published nothing"
+    if problem and preload.reason and preload.reason not in problem:
+        return f"{preload.reason}\n  {problem}"
+    return problem
+
+
+def _headline(problem: str) -> str:
+    return f"Weight load failed: {problem.splitlines()[0].rstrip(':')}"
 
 
 def _recognise(model: str, revision: str | None, state_dir: Path, policy: IdentityPolicy) -> str | None:

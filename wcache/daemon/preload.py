@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wcache.protocol.messages import ProgressInfo
+
 
 @dataclass(slots=True)
 class Preload:
@@ -20,6 +22,7 @@ class Preload:
     ordered: bool = False
     loading: bool = False
     declared: bool = False
+    progress: ProgressInfo | None = None  # before its loader begins to publish
     reloading: bool = False
     released: bool = False
     failed: bool = False
@@ -51,9 +54,15 @@ class Preload:
 
     def started(self) -> None:
         self.ordered, self.loading, self.failed = False, True, False
+        self.reason = ""
+
+    def declare(self) -> None:
+        """The loader said what it loads: from now on progress is its publication's."""
+        self.declared, self.progress = True, None
 
     def ended(self) -> None:
         """The loader child is gone, whatever it did."""
+        self.progress = None
         self.loading, self.reloading = False, self.reloading and self.ordered
 
     def fail(self, problem: str) -> None:

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from wcache.daemon.facts import Drop, Effect, Forget, Free, Wait
-from wcache.daemon.state import BrokenInvariant, State
+from wcache.daemon.invariants import BrokenInvariant
+from wcache.daemon.state import State
 from wcache.daemon.status import Identity, document, size
 from wcache.daemon.store import Store
 from wcache.host.fds import OwnedFd

@@ -35,7 +35,7 @@ from wcache.errors import (
 from wcache.host.fds import MAX_FDS_PER_RECORD, OwnedFd, close_all, receive, send
 from wcache.host.peer import Peer, identify
 from wcache.log import MISSED, fields
-from wcache.model import MissReason, Origin
+from wcache.model import IdentityPolicy, MissReason, Origin
 from wcache.protocol import messages as m
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,9 @@ class Session:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _serve_one(self) -> None:
-        may_idle = self._rank.read(lambda s: s.has_lease(self.number) or s.has_publication(self.number))
+        may_idle = self.client.role == "loader" or self._rank.read(
+            lambda state: state.has_lease(self.number) or state.has_publication(self.number)
+        )
         self._sock.settimeout(None if may_idle else IDLE_TIMEOUT_S)
         request, fds = self._receive()
         try:
@@ -172,7 +174,7 @@ class Session:
                 self._publish_begin(request)
             case m.Progress():
                 with self._rank.state() as state:
-                    state.progress(self.number, request.progress)
+                    state.progress(self.client, request.progress)
             case m.PublishSegments():
                 self._publishing(lambda: self._writer.add(request.first, _take(fds)))
                 self._send(m.Done())
@@ -210,6 +212,9 @@ class Session:
             raise self._missed(NotHere(MissReason.GENERATION_GONE, str(e)), request.query) from e
 
     def _missed(self, answer: NotHere, query: m.Query) -> Miss:
+        if query.content is None and query.policy is not IdentityPolicy.TRUST:
+            # Only asked whether somebody is publishing it; the engine's miss is the question that names a content.
+            return Miss(answer.reason, answer.message, answer.differences)
         with self._rank.state() as state:
             state.note_miss(self.client, query, answer, time.time())
         log.info(
@@ -302,6 +307,7 @@ class Session:
                 f"{self._peer} in role {self.client.role} may not ask for {type(request).__name__}",
                 hint="only root and the daemon's own user may",
             )
+        self._await(lambda state: state.started or Wait("the rank is starting", None), IDLE_TIMEOUT_S)
         match request:
             case m.Evict():
                 with self._rank.state() as state:

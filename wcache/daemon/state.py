@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from wcache.daemon import matching
+from wcache.daemon import invariants, matching
 from wcache.daemon.facts import (
     Client,
     Drop,
@@ -28,14 +28,11 @@ from wcache.daemon.facts import (
     Snapshot,
     Wait,
 )
+from wcache.daemon.invariants import BrokenInvariant
 from wcache.daemon.preload import Preload
-from wcache.errors import Busy, DeviceMismatch, Draining, NoSuchShard, PublishError
+from wcache.errors import Busy, DeviceMismatch, Draining, NoSuchShard, ProtocolError, PublishError
 from wcache.model import MissReason, Mode, Origin, RankState, ShardState
 from wcache.protocol.messages import MissInfo, ProgressInfo, Query
-
-
-class BrokenInvariant(Exception):
-    """The state contradicts itself: a defect. The daemon ends; the fd store keeps the weights."""
 
 
 class State:
@@ -74,6 +71,11 @@ class State:
         if self._device is not None:
             return self._device
         return next((s.device for s in self._shards.values() if s.held), None)
+
+    @property
+    def started(self) -> bool:
+        """True once the fd store was read."""
+        return self._started
 
     @property
     def draining(self) -> bool:
@@ -255,7 +257,7 @@ class State:
         publication = Publication(client, generation, query, origin, spec, bytes_total, now)
         self._publications[client.connection] = publication
         if preload:
-            self.preload.declared = True
+            self.preload.declare()
         return Grant(generation)
 
     def publication(self, connection: int) -> Publication:
@@ -264,11 +266,18 @@ class State:
             raise PublishError("this connection is publishing nothing")
         return publication
 
-    def progress(self, connection: int, progress: ProgressInfo) -> None:
-        publication = self.publication(connection)
-        if publication.progress is None or _moved(publication.progress, progress):
+    def progress(self, client: Client, progress: ProgressInfo) -> None:
+        """How far a writer is, or the loader before it begins to publish. Raises ProtocolError from anybody else."""
+        publication = self._publications.get(client.connection)
+        if publication is None and client.role != "loader":
+            raise ProtocolError("progress of no publication")
+        before = self.preload.progress if publication is None else publication.progress
+        if before is None or _moved(before, progress):
             self.moves += 1
-        publication.progress = progress
+        if publication is None:
+            self.preload.progress = progress
+        else:
+            publication.progress = progress
 
     def moved(self) -> None:
         """Something other than a publication made progress (a check, a wait for another rank's load)."""
@@ -355,6 +364,11 @@ class State:
             self.preload.current = None
             self._free(current, "dropped to be read anew")
 
+    def make_room(self, spec: str) -> list[Free]:
+        """Free what loaders of other configurations left and nobody uses."""
+        stale = [s for s in self._shards.values() if s.origin is Origin.PRELOAD and s.spec != spec and not s.leases]
+        return [self._free(s, "of another configuration") for s in stale if s.generation != self.preload.current]
+
     def drain(self) -> None:
         if self._draining:
             raise Busy("the rank is draining already")
@@ -385,7 +399,7 @@ class State:
         held = [s for s in self._shards.values() if s.held]
         return Snapshot(
             shards=tuple(s.info() for s in self._shards.values()),
-            progress=next((p.progress for p in writers if p.progress is not None), None),
+            progress=next((p.progress for p in writers if p.progress is not None), self.preload.progress),
             last_miss=self._last_miss,
             misses=dict(self._misses),
             problem=self.preload.problem or quarantined,
@@ -401,19 +415,7 @@ class State:
 
     def check(self) -> None:
         """Raises BrokenInvariant. Cheap: called after every event."""
-        for generation, shard in self._shards.items():
-            if shard.generation != generation or generation >= self._next:
-                raise BrokenInvariant(f"shard of generation {shard.generation} kept as {generation}, next {self._next}")
-            if shard.leases and not shard.held:
-                raise BrokenInvariant(f"a lease on generation {generation}, which was freed")
-            if shard.superseded and not shard.leases:
-                raise BrokenInvariant(f"generation {generation} is superseded, unused, and still here")
-        if self.preload.current is not None and self.preload.current not in self._shards:
-            raise BrokenInvariant(f"the configured shard, generation {self.preload.current}, is not here")
-        writers = list(self._publications.values())
-        for i, one in enumerate(writers):
-            if any(matching.means(one, other.query) for other in writers[i + 1 :]):
-                raise BrokenInvariant(f"two writers for what {one.client.name} publishes")
+        invariants.check(self._shards, list(self._publications.values()), self.preload.current, self._next)
 
     # --- the small steps ----------------------------------------------------------------------------------------------
 
