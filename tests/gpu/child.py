@@ -28,6 +28,7 @@ from wcache.host.cuda import open_driver
 from wcache.host.fds import OwnedFd, close_all, receive, send
 from wcache.protocol.connection import connect
 from wcache.protocol.messages import Attach
+from wcache.weights import digest_cuda
 from wcache.weights import manifest as manifests
 from wcache.weights.segment import Access
 from wcache.weights.segment_cuda import CudaBackend, DeviceMemory
@@ -71,7 +72,10 @@ def exporter(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
 
 def importer(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
     """Map and look: first and last byte, digests, and how long mapping took (seconds)."""
-    if "uid" in request:
+    if "uid" in request:  # another user may not be able to read this checkout: import everything first
+        import cuda.bindings.driver  # noqa: F401
+
+        digest_cuda.image()
         os.setgroups([])
         os.setgid(request["uid"])
         os.setuid(request["uid"])
@@ -271,7 +275,38 @@ def attach(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
     return {"wrong": wrong, "tensors": len(manifest.tensors), "daemon": not kept["connection"].ended()}, []
 
 
-_ROLES = (devices, exporter, importer, refused, reader, stray_writer, writes, digester, loader, publish, attach)
+def engine(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
+    """A PyTorch engine: `how` is "attach" (options go to wcache.attach), "publish" (live parameters), or "look"."""
+    import torch
+    from safetensors.torch import load_file
+
+    import wcache
+
+    directory, socket_dir = Path(request["directory"]), request["socket_dir"]
+    start = time.perf_counter()
+    held: wcache.Attachment | None = None
+    if request["how"] == "attach":
+        held = wcache.attach(directory, socket_dir=socket_dir, **request["options"])
+        kept["tensors"] = dict(held.tensors)
+    elif request["how"] == "publish":
+        live = {k: v for f in sorted(directory.glob("*.safetensors")) for k, v in load_file(f, device="cuda").items()}
+        kept["tensors"] = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in live.items()}
+        del live
+        held = wcache.publish(kept["tensors"], directory, socket_dir=socket_dir, repoint=True)
+    took = time.perf_counter() - start
+    kept.setdefault("held", held)
+    tensors = kept["tensors"]
+    wrong = []
+    for file in sorted(directory.glob("*.safetensors")):
+        wrong += [name for name, want in load_file(file).items() if not tensors[name].cpu().equal(want)]
+    torch.cuda.empty_cache()
+    said = {} if held is None else {"source": held.source, "mode": str(held.mode), "timing": held.timing}
+    storages = {t.untyped_storage().data_ptr() for t in tensors.values()}
+    on_gpu = all(t.is_cuda for t in tensors.values())
+    return {"wrong": wrong, "own": len(storages) == len(tensors), "on_gpu": on_gpu, "seconds": took, **said}, []
+
+
+_ROLES = (devices, exporter, importer, refused, reader, stray_writer, writes, digester, loader, publish, attach, engine)
 ROLES: dict[str, Callable[[dict[str, Any], list[OwnedFd]], Answer]] = {role.__name__: role for role in _ROLES}
 
 

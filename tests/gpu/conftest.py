@@ -169,6 +169,44 @@ def daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
     return make_daemon().start()
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 1.1 GB in two files, with row-parallel weights that are strided in them."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory = tmp_path_factory.mktemp("llama")
+    hidden, inner, layers, vocab = 2048, 5632, 8, 32000
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "intermediate_size": inner, "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": layers,
+        "vocab_size": vocab, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden), "model.norm.weight": (hidden,),
+    }  # fmt: skip
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,), f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (hidden, hidden), f"{layer}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{layer}.self_attn.k_proj.weight": (hidden // 2, hidden),
+            f"{layer}.self_attn.v_proj.weight": (hidden // 2, hidden),
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden), f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+        }  # fmt: skip
+    torch.manual_seed(0)
+    names = sorted(shapes)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, mine in files.items():
+        tensors = {n: torch.randint(-9999, 9999, shapes[n], dtype=torch.int16).view(torch.bfloat16) for n in mine}
+        save_file({n: t.nan_to_num(0.5) for n, t in tensors.items()}, directory / file)
+    weight_map = {name: file for file, mine in files.items() for name in mine}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
 @pytest.fixture(autouse=True)
 def memory_comes_back(gpu: str) -> Iterator[int]:
     """Bytes in use on the GPU before the test; afterwards it must be no more."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ def segments(spawn: Spawn, gpu: str) -> Any:
 
 
 def test_a_segments_descriptor_is_one_of_the_driver(segments: tuple[list[str], list[OwnedFd]]) -> None:
-    assert [os.readlink(f"/proc/self/fd/{fd.fileno()}") for fd in segments[1]] == ["/dev/nvidiactl"] * len(SIZES)
+    assert [str(Path(f"/proc/self/fd/{fd.fileno()}").readlink()) for fd in segments[1]] == ["/dev/nvidiactl"] * len(
+        SIZES
+    )
 
 
 def test_segments_live_on_by_their_fds_alone_and_cost_exactly_their_size(

@@ -10,6 +10,7 @@ It is an integrity check, not a cryptographic hash: it finds damage, not an adve
 from __future__ import annotations
 
 import ctypes
+import functools
 from contextlib import ExitStack
 from importlib.resources import files
 
@@ -26,8 +27,13 @@ LANES_BYTES = 16
 
 def load_kernel(gpu: Gpu) -> Handle:
     """The kernel on one GPU, for every digest there; it stays loaded until the process ends."""
-    image = files("wcache.weights").joinpath("kernels", "digest.ptx").read_bytes()
-    return gpu.kernel(image, ALGORITHM, "digest.ptx")
+    return gpu.kernel(image(), ALGORITHM, "digest.ptx")
+
+
+@functools.cache
+def image() -> bytes:
+    """PTX text. Kept, because a process that changes its user may not be able to read it later."""
+    return files("wcache.weights").joinpath("kernels", "digest.ptx").read_bytes()
 
 
 def digest(gpu: Gpu, kernel: Handle, address: int, size: int, what: str) -> str:
