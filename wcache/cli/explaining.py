@@ -229,7 +229,7 @@ def lines(answers: list[Answer]) -> Iterator[str]:
         if a.hit is not None:
             yield f"rank {a.rank}: hit: shard {a.hit[:12]} of {a.model}"
             continue
-        yield f"rank {a.rank}: miss: {a.reason}: {short(a.message)}"
+        yield f"rank {a.rank}: miss: {a.reason}" + ("" if a.differences else f": {short(a.message)}")
         for d in a.differences:
             yield f"        {d.field}: asked {value(d.asked)}, resident {value(d.resident)}"
         if a.content is None:

@@ -50,11 +50,15 @@ class UnitReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank. `state`: a RankState, or why there is none; `status`: what the rank itself said."""
+    """One rank. `state`: a RankState, or why there is none; `status`: what the rank itself said.
+
+    `device`: as the rank says, else as configured; empty if the loader picks it.
+    """
 
     rank: int
     state: str
     ready: bool
+    device: str
     unit: UnitReport | None = None
     status: RankStatus | None = None
     problem: str = ""
@@ -128,7 +132,7 @@ def look(context: Context, ranks: Iterable[int]) -> GroupReport:
     seen = look_at_units(context, order)
     answering = [rank for rank in order if may_connect(seen, rank)]
     answers = at_once(answering, lambda rank: ask_status(context, rank))
-    reports = tuple(_report(rank, seen, answers.get(rank)) for rank in order)
+    reports = tuple(_report(context.config, rank, seen, answers.get(rank)) for rank in order)
     ready = sum(report.ready for report in reports)
     return GroupReport(
         manager=context.manager, model=context.config.model, ready=ready, total=len(reports), ranks=reports
@@ -156,16 +160,18 @@ def may_connect(seen: Mapping[str, Unit], rank: int) -> bool:
     return socket is None or socket.active != "active"
 
 
-def _report(rank: int, seen: Mapping[str, Unit], answer: RankStatus | WcacheError | None) -> RankReport:
+def _report(config: Config, rank: int, seen: Mapping[str, Unit], answer: RankStatus | WcacheError | None) -> RankReport:
     service, socket = seen.get(units.service(rank)), seen.get(units.socket_unit(rank))
     unit = None if service is None or not service.exists else _unit_report(service, socket)
     if isinstance(answer, RankStatus):
         ready = answer.state is RankState.READY
         return RankReport(
-            rank=rank, state=answer.state.value, ready=ready, unit=unit, status=answer, problem=answer.problem
-        )
+            rank=rank, state=answer.state.value, ready=ready, device=answer.device, unit=unit, status=answer,
+            problem=answer.problem,
+        )  # fmt: skip
     state, problem = _silence(service, answer)
-    return RankReport(rank=rank, state=state, ready=False, unit=unit, problem=problem)
+    device = config.device(rank) or ""
+    return RankReport(rank=rank, state=state, ready=False, device=device, unit=unit, problem=problem)
 
 
 def _unit_report(service: Unit, socket: Unit | None) -> UnitReport:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import msgspec
 
@@ -43,20 +44,26 @@ def console(stream: TextIO | None = None) -> Console:
     return Console(file=file, highlight=False, emoji=False, width=None if file.isatty() else PIPE_WIDTH)
 
 
-def table(*headings: str, right: tuple[str, ...] = (), flexible: str | None = None) -> Table:
-    """A table without lines. `flexible`: the column that gives way (with an ellipsis) where the terminal is narrow."""
-    from rich.table import Table
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, width: int, right: Sequence[str], flexible: str
+) -> Table:
+    """A table without lines. `flexible`: the column that gives way (with an ellipsis) where `width` is too narrow.
 
-    made = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
-    for heading in headings:
-        made.add_column(
-            heading,
-            justify="right" if heading in right else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=None if heading == flexible else len(heading),
-            ratio=None,
-        )
+    Cells may hold markup; what comes from elsewhere is escaped by the caller.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[Text.from_markup(cell) for cell in row] for row in rows]
+    widths = [max([len(h), *(row[i].cell_len for row in cells)]) for i, h in enumerate(headings)]
+    spare = width - sum(widths) - GAP * len(headings)
+    made = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    for heading, wanted in zip(headings, widths, strict=True):
+        granted = max(len(heading), wanted + min(0, spare)) if heading == flexible else wanted
+        justify: Literal["left", "right"] = "right" if heading in right else "left"
+        made.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis", width=granted)
+    for row in cells:
+        made.add_row(*row)
     return made
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import posixpath
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -101,9 +101,9 @@ def _reports(context: Context, ranks: tuple[int, ...]) -> Iterator[GroupReport]:
 def view(report: GroupReport, width: int) -> list[RenderableType]:
     """The parts of the page, top to bottom."""
     parts: list[RenderableType] = [headline(report), "", _ranks_table(report, width)]
-    leases = [(r.rank, s, lease) for r in report.ranks if r.status for s in r.status.shards for lease in s.leases]
+    leases = [(r.rank, lease) for r in report.ranks if r.status for s in r.status.shards for lease in s.leases]
     if leases:
-        parts += ["", _engines_table(leases)]
+        parts += ["", _engines_table(leases, width)]
     details = [line for r in report.ranks for line in _details(r)]
     if details:
         parts += ["", *details]
@@ -115,44 +115,46 @@ def headline(report: GroupReport) -> str:
     from rich.markup import escape
 
     colour = "green" if report.all_ready else "yellow"
-    text = f"[bold {colour}]{report.ready} of {count(report.total, 'rank')} ready[/]"
     said = [r.status for r in report.ranks if r.status is not None]
     modes = sorted({str(s.mode) for s in said})
     policies = sorted({str(s.policy) for s in said})
-    parts = [f"model {escape(report.model)}" if report.model else "no model configured"]
-    parts += ["mode " + "/".join(modes)] if modes else []
+    parts = [escape(model_name(report.model)) if report.model else "no model"]
+    parts += ["/".join(modes)] if modes else []
     parts += ["identity by " + "/".join(policies)] if policies else []
     parts.append("no units" if report.manager is None else f"{report.manager} manager")
-    return f"{text}  {', '.join(parts)}"
+    return f"[bold {colour}]{report.ready} of {count(report.total, 'rank')} ready[/]  {', '.join(parts)}"
 
 
 def _ranks_table(report: GroupReport, width: int) -> Table:
     wide = width >= _WIDE
-    extra = ("DTYPE", "FROM") if wide else ()
-    table = render.table(
-        "RANK", "STATE", "DEVICE", "SHARD", "MODEL", *extra, "WEIGHTS", "MEMORY", "ENGINES",
-        right=("RANK", "WEIGHTS", "MEMORY", "ENGINES"), flexible="MODEL",
-    )  # fmt: skip
+    headings = ["RANK", "STATE", "DEVICE", "SHARD", "MODEL", *(["DTYPE", "FROM"] if wide else [])]
+    headings += ["WEIGHTS", "MEMORY", "ENGINES"]
+    right = ("RANK", "WEIGHTS", "MEMORY", "ENGINES")
+    return render.table(headings, _rows(report, wide), width=width, right=right, flexible="MODEL")
+
+
+def _rows(report: GroupReport, wide: bool) -> Iterator[list[str]]:
+    """A row per shard; a rank's own cells stand on its first."""
+    letters = 12 if wide else 8
     for rank in report.ranks:
-        shards = rank.status.shards if rank.status is not None else ()
-        for i, shard in enumerate(shards or [None]):
-            first = i == 0
-            device = rank.status.device if rank.status is not None else ""
-            cells = [str(rank.rank), _coloured(rank.state), device[:12]] if first else ["", "", ""]
-            table.add_row(*cells, *_shard_cells(shard, wide))
-    return table
+        shards: Sequence[ShardInfo] = rank.status.shards if rank.status is not None else ()
+        head = [str(rank.rank), _coloured(rank.state), rank.device[:letters]]
+        if not shards:
+            yield [*head, "-", "-", *(["-", "-"] if wide else []), "-", "-", "-"]
+        for shard in shards:
+            yield [*head, *_shard_cells(shard, wide, letters)]
+            head = ["", "", ""]
 
 
-def _shard_cells(shard: ShardInfo | None, wide: bool) -> list[str]:
-    if shard is None:
-        return ["-", "-", *(["-", "-"] if wide else []), "-", "-", "-"]
-    name = shard.fingerprint[:12]
-    if shard.state is not ShardState.RESIDENT:
-        name += " !"
+def _shard_cells(shard: ShardInfo, wide: bool, letters: int) -> list[str]:
+    from rich.markup import escape
+
+    resident = shard.state is ShardState.RESIDENT
+    name = shard.fingerprint[:letters] if resident else f"[bold red]{shard.fingerprint[:letters]}[/]"
     source = f"{shard.origin}, restored" if shard.restored else str(shard.origin)
     extra = [shard.dtype, source] if wide else []
     return [
-        name, model_name(shard.model), *extra, size(shard.weight_bytes), size(shard.segment_bytes),
+        name, escape(model_name(shard.model)), *extra, size(shard.weight_bytes), size(shard.segment_bytes),
         str(len(shard.leases)),
     ]  # fmt: skip
 
@@ -170,16 +172,16 @@ def _coloured(state: str) -> str:
     return f"[{_COLOURS.get(state, 'yellow')}]{state}[/]"
 
 
-def _engines_table(leases: list[tuple[int, ShardInfo, LeaseInfo]]) -> Table:
+def _engines_table(leases: list[tuple[int, LeaseInfo]], width: int) -> Table:
     from rich.markup import escape
 
-    table = render.table(
-        "ENGINE", "PID", "UID", "RANK", "MODE", "SINCE", right=("PID", "UID", "RANK"), flexible="ENGINE"
-    )
-    for rank, _, lease in sorted(leases, key=lambda entry: (entry[0], entry[2].since)):
+    def row(rank: int, lease: LeaseInfo) -> list[str]:
         pid = "?" if lease.pid is None else str(lease.pid)
-        table.add_row(escape(lease.name), pid, str(lease.uid), str(rank), str(lease.mode), render.ago(lease.since))
-    return table
+        return [escape(lease.name), pid, str(lease.uid), str(rank), str(lease.mode), render.ago(lease.since)]
+
+    rows = [row(rank, lease) for rank, lease in sorted(leases, key=lambda entry: (entry[0], entry[1].since))]
+    headings = ("ENGINE", "PID", "UID", "RANK", "MODE", "SINCE")
+    return render.table(headings, rows, width=width, right=("PID", "UID", "RANK"), flexible="ENGINE")
 
 
 def _details(report: RankReport) -> Iterator[str]:

@@ -98,6 +98,8 @@ def differences(
     have, want = _flat(resident.layout.fields()), _flat(asked.fields())
     for path in sorted(have.keys() | want.keys()):
         a, r = want.get(path, ABSENT), have.get(path, ABSENT)
+        if (a is None and r == ABSENT) or (a == ABSENT and r is None):
+            continue  # one side has nothing where the other has fields: those are named one by one
         if canonical_json(a) != canonical_json(r):
             found.append(Difference(f"layout.{path}", a, r))
     return found
