@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from wcache.errors import ConnectionClosed, ProtocolError, WcacheError
@@ -24,7 +24,7 @@ from wcache.protocol.checks import (
     decode_to_checker,
     encode,
 )
-from wcache.weights.segment import open_backend
+from wcache.weights.segment import Mapping, open_backend
 
 REQUEST_TIMEOUT_S = 30.0
 
@@ -62,11 +62,19 @@ def _check(sock: socket.socket, request: CheckRequest, fds: list[OwnedFd]) -> No
     mapping = open_backend(request.backend, request.device).map(fds, request.sizes)
     close_all(fds)
     try:
-        with ThreadPoolExecutor(max(1, request.threads), "wcache-check") as pool:
-            for index, digest in enumerate(pool.map(mapping.digest, range(len(request.sizes)))):
-                _say(sock, SegmentDigest(index=index, digest=digest))
+        for index, digest in enumerate(_digests(mapping, len(request.sizes), request.threads)):
+            _say(sock, SegmentDigest(index=index, digest=digest))
     finally:
         mapping.close()
+
+
+def _digests(mapping: Mapping, count: int, threads: int) -> Iterator[str]:
+    """In order. One thread is this one: a CUDA context is current in the thread that made it."""
+    if threads <= 1:
+        yield from map(mapping.digest, range(count))
+        return
+    with ThreadPoolExecutor(threads, "wcache-check") as pool:
+        yield from pool.map(mapping.digest, range(count))
 
 
 def _say(sock: socket.socket, message: FromChecker) -> None:
