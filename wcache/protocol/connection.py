@@ -121,7 +121,7 @@ class Connection:
             return decode_reply(record), fds
 
     def ended(self) -> bool:
-        """True when the daemon closed its end. Nothing is due here, so anything it says unasked counts as the end too."""
+        """True when the daemon closed its end; nothing is due here, so anything said unasked counts as the end too."""
         self._sock.setblocking(False)
         try:
             self._sock.recv(1, socket.MSG_PEEK)
