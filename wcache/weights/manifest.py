@@ -150,7 +150,7 @@ def _check_tensor(manifest: Manifest, tensor: TensorSpec) -> None:
         raise ManifestError(f"tensor {tensor.name}: unknown dtype {tensor.dtype!r}")
     if len(tensor.shape) != len(tensor.stride):
         raise ManifestError(f"tensor {tensor.name}: {len(tensor.shape)} dims and {len(tensor.stride)} strides")
-    if any(n < 0 for n in (*tensor.shape, *tensor.stride, tensor.storage_offset)):
+    if min(*tensor.shape, *tensor.stride, tensor.storage_offset, 0) < 0:
         raise ManifestError(f"tensor {tensor.name}: a negative dim, stride or offset")
     if not 0 <= tensor.storage < len(manifest.storages):
         raise ManifestError(f"tensor {tensor.name} has storage {tensor.storage} of {len(manifest.storages)}")
