@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from wcache.errors import SegmentError
-from wcache.model import CPU
+from wcache.model import CPU, Kind
 from wcache.weights.manifest import Manifest, TensorSpec
 from wcache.weights.segment import Mapping, Memory
 
@@ -50,7 +50,9 @@ def bytes_tensor(memory: Memory | memoryview, offset: int, size: int) -> torch.T
             raise SegmentError(f"bytes [{offset}, {offset + size}) of a segment of {view.nbytes} bytes")
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
-        with _read_only_is_meant(view):
+        if not view.readonly:
+            return torch.frombuffer(view, dtype=torch.uint8, count=size, offset=offset)
+        with _read_only_is_meant():
             return torch.frombuffer(view, dtype=torch.uint8, count=size, offset=offset)
     device: Any = memory
     if offset < 0 or offset + size > device.size:
@@ -62,11 +64,8 @@ def bytes_tensor(memory: Memory | memoryview, offset: int, size: int) -> torch.T
 
 
 @contextmanager
-def _read_only_is_meant(view: memoryview) -> Iterator[None]:
+def _read_only_is_meant() -> Iterator[None]:
     """torch warns of buffers that are not writable; a read-only mapping was asked for, so that is no news."""
-    if not view.readonly:
-        yield
-        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         yield
@@ -98,6 +97,16 @@ def wrap(manifest: Manifest, mapping: Mapping) -> dict[str, torch.Tensor]:
 def copy(manifest: Manifest, mapping: Mapping) -> dict[str, torch.Tensor]:
     """As `wrap`, over private memory: each storage cloned once, ties and shared storages kept."""
     return build(manifest, [base.clone() for base in storages(manifest, mapping)])
+
+
+def tensors_of(manifest: Manifest, mapping: Mapping, *, copy: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Every name to its tensor, and the bytes of private copies: all of them, or those without a parameter in them."""
+    shared = {t.storage for t in manifest.tensors if t.kind is Kind.PARAMETER} if not copy else set()
+    bases = storages(manifest, mapping)
+    private = [i for i, base in enumerate(bases) if i not in shared and base.numel()]
+    for i in private:
+        bases[i] = bases[i].clone()
+    return build(manifest, bases), sum(bases[i].numel() for i in private)
 
 
 def build(manifest: Manifest, bases: list[torch.Tensor]) -> dict[str, torch.Tensor]:

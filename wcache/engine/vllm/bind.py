@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from wcache.engine.tensors import build, dtype_name, storages
+from wcache.engine.tensors import dtype_name
+from wcache.engine.tensors import tensors_of as tensors_of
 from wcache.engine.vllm import capture
 from wcache.errors import Miss, StructureError
 from wcache.model import Difference, Kind, MissReason
 from wcache.weights.fingerprint import ABSENT
 from wcache.weights.manifest import Manifest, TensorSpec
-from wcache.weights.segment import Mapping as SegmentMapping
 
 log = logging.getLogger(__name__)
 
@@ -83,16 +83,6 @@ def _rotary_cache() -> Any:
     from vllm.model_executor.layers import rotary_embedding
 
     return getattr(rotary_embedding, "_ROPE_DICT", None)
-
-
-def tensors_of(manifest: Manifest, mapping: SegmentMapping, *, copy: bool) -> tuple[dict[str, torch.Tensor], int]:
-    """Every name to its tensor, and the bytes of private copies: all of them, or those without a parameter in them."""
-    shared = {t.storage for t in manifest.tensors if t.kind is Kind.PARAMETER} if not copy else set()
-    bases = storages(manifest, mapping)
-    private = [i for i, base in enumerate(bases) if i not in shared and base.numel()]
-    for i in private:
-        bases[i] = bases[i].clone()
-    return build(manifest, bases), sum(bases[i].numel() for i in private)
 
 
 def bind(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:

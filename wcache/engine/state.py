@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decides a module's result: parameters, buffers, bare tensors, and plain values set while it was loaded.
+
+Runs in engines, in the process that loaded (what is published) and in the one that attaches (what must be there in the
+end). Bare tensors are those that modules keep as plain attributes, in lists, tuples and dicts, or in helper objects; a
+dotted path names each place. What may hold them differs from engine to engine: `holds` says so.
+Surprising: `named_modules` gives a shared module once per name, which is how a tied weight gets all of its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from wcache.engine.entries import Entry
+from wcache.errors import StructureError
+from wcache.model import Kind
+
+MAX_DEPTH = 4  # of helper objects below a module
+OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+PLAIN = (bool, int, float, str, type(None))
+
+Holds = Callable[[Any], bool]  # whether a helper object (no container) may hold tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a bare tensor hangs: attribute `key` of `owner`, or its item if `owner` is a list, tuple or dict.
+
+    `above`: where the owner hangs itself, for a tuple, which has to be made anew.
+    """
+
+    path: str
+    owner: Any
+    key: Any
+    tensor: Any
+    above: Spot | None = None
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.owner, dict | list):
+            self.owner[self.key] = value
+        elif not isinstance(self.owner, tuple):
+            setattr(self.owner, self.key, value)
+        elif self.above is None:
+            raise StructureError(f"{self.path}: a tensor inside a tuple cannot be replaced")
+        else:
+            # What the place holds now, not what it held when it was found: its other items may be new already.
+            now = self.above.now()
+            items = [value if i == self.key else item for i, item in enumerate(now)]
+            self.above.put(type(now)(*items) if hasattr(now, "_fields") else type(now)(items))
+
+    def now(self) -> Any:
+        """What is in this place at the moment."""
+        if isinstance(self.owner, tuple) and self.above is not None:
+            return self.above.now()[self.key]
+        return self.owner[self.key] if isinstance(self.owner, dict | list | tuple) else getattr(self.owner, self.key)
+
+
+def registered(model: nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor]]:
+    """Parameters, then buffers, under every name they have."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, Kind.PARAMETER, parameter
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                kind = Kind.NON_PERSISTENT if leaf in module._non_persistent_buffers_set else Kind.BUFFER
+                yield join(prefix, leaf), kind, buffer
+
+
+def bare(model: nn.Module, holds: Holds, *, aliases: bool = False) -> Iterator[Spot]:
+    """Tensors that hang elsewhere than in parameters and buffers, each place once.
+
+    `aliases`: also those that are a parameter or buffer too.
+    """
+    own = set() if aliases else {id(t) for _, _, t in registered(model)}
+    for spot in places(model, holds):
+        if isinstance(spot.tensor, torch.Tensor) and id(spot.tensor) not in own:
+            yield spot
+
+
+def places(model: nn.Module, holds: Holds) -> Iterator[Spot]:
+    """Every place that holds a tensor, or an object that may hold tensors."""
+    known = {id(m) for m in model.modules()}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        yield from _walk(module, name, known, seen, 0, holds, None)
+
+
+def _walk(
+    owner: Any, path: str, known: set[int], seen: set[int], depth: int, holds: Holds, above: Spot | None
+) -> Iterator[Spot]:
+    if id(owner) in seen or depth > MAX_DEPTH:
+        return
+    seen.add(id(owner))
+    for key, value in _items(owner, id(owner) in known):
+        spot = Spot(join(path, str(key)), owner, key, value, above if isinstance(owner, tuple) else None)
+        if isinstance(value, torch.Tensor):
+            yield spot
+        elif _may_hold_tensors(value, holds) and id(value) not in known:
+            yield spot
+            yield from _walk(value, spot.path, known, seen, depth + 1, holds, spot)
+
+
+def _items(owner: Any, is_known_module: bool) -> list[tuple[Any, Any]]:
+    if isinstance(owner, dict):
+        return [(k, v) for k, v in owner.items() if isinstance(k, str | int)]
+    if isinstance(owner, list | tuple):
+        return list(enumerate(owner))
+    return [(k, v) for k, v in vars(owner).items() if not (is_known_module and k in OWN)]
+
+
+def _may_hold_tensors(value: Any, holds: Holds) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return bool(value)
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return False
+    return isinstance(value, nn.Module) or holds(value)
+
+
+def grouped(named: Iterator[tuple[str, Kind, torch.Tensor]]) -> list[Entry]:
+    """One entry for each tensor object, with all of its names; the first says what kind it is."""
+    names: dict[int, list[str]] = {}
+    first: dict[int, tuple[Kind, torch.Tensor]] = {}
+    for name, kind, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+        first.setdefault(id(tensor), (kind, tensor))
+    return [Entry(tuple(names[i]), kind, tensor) for i, (kind, tensor) in first.items()]
+
+
+def plain_values(model: nn.Module, *, but: frozenset[str] = frozenset({"training"})) -> dict[str, Any]:
+    """Plain attributes of modules ("layer.scale") and of parameters ("layer.weight@is_shuffled")."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found |= {join(name, k): v for k, v in vars(module).items() if k not in but and isinstance(v, PLAIN)}
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                where = join(name, leaf)
+                found |= {f"{where}@{k}": v for k, v in vars(parameter).items() if isinstance(v, PLAIN)}
+    return found
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What loading and post-processing set: values that are new or no longer what they were."""
+    return {k: v for k, v in after.items() if k not in before or not same(before[k], v)}
+
+
+def same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a == b or a != a)
+
+
+def join(prefix: str, leaf: str) -> str:
+    return f"{prefix}.{leaf}" if prefix else leaf
