@@ -65,6 +65,7 @@ class Service:
         self._stop = OwnedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._stopping = False
         self._exit_status = 0
+        self._problem = ""  # why it gives up; the last status that systemd keeps of it
         self._notifier = Notifier()
         self._watchdog_s = watchdog_interval()
         self._store = Store(rank, config.backend, self._notifier)
@@ -90,11 +91,11 @@ class Service:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: self.stop())
             undo.callback(acceptor.close)
+            self._restore()  # before the first answer: an engine that reattaches must find what it holds
             acceptor_thread = self._thread("accept", acceptor.run)
-            self._restore()
             loading_thread = self._thread("preload", preloader.run)
             self._report()
-            self._notifier.stopping("stopping")
+            self._notifier.stopping(self._problem or "stopping")
             self._rank.wake()
             for thread in (acceptor_thread, loading_thread):
                 thread.join(JOIN_TIMEOUT_S)
@@ -120,8 +121,8 @@ class Service:
         return thread
 
     def _restore(self) -> None:
-        restored = self._store.restore(self._inherited)
-        shards = [shard_of(manifest, generation, restored=True) for generation, manifest in restored]
+        found = self._store.restore(self._inherited)
+        shards = [shard_of(manifest, generation, restored=True) for generation, manifest in found]
         with self._rank.state() as state:
             state.restored(shards, verify=self._config.backend is BackendName.CUDA)
         for shard in shards:
@@ -162,7 +163,7 @@ class Service:
 
     def _fail(self, problem: str) -> None:
         log.error("rank %d gives up: %s", self._number, problem.splitlines()[0])
-        self._exit_status = 1
+        self._exit_status, self._problem = 1, problem
         self.stop()
 
     def _broken(self, error: Exception) -> None:
