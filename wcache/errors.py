@@ -15,6 +15,7 @@ Every class has a stable wire `code`, an `exit_status` for the CLI and, where th
     |  `- OutOfMemory           not enough free memory: needed, free, by whom
     |- ManifestError            a manifest that does not describe its segments           (1)
     |- StructureError           module and manifest do not agree; every difference named (1)
+    |- TrainingRefused          a gradient arrived at a parameter that is shared         (1)
     |- Miss                     the cache does not have what was asked for; `.reason`    (1)
     |- ProtocolError            the peer broke the protocol                              (1)
     |  |- ConnectionClosed      end of file where a message was due
@@ -143,6 +144,11 @@ class StructureError(WcacheError):
     @classmethod
     def rebuild(cls, message: str, hint: str, data: Mapping[str, Any]) -> WcacheError:
         return cls(message, data["differences"], hint=hint)
+
+
+class TrainingRefused(WcacheError):
+    code = "training_refused"
+    default_hint = 'load with mode="copy" to train: the weights are private then'
 
 
 class Miss(WcacheError):

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One question to a rank: a lease on what is resident, or, after a miss, the right to be its single writer.
+
+Runs in engines that bring their own way of loading (Transformers, plain PyTorch). Of two that start cold together one
+loads and publishes, the other waits for it. Whatever goes wrong with the cache is a typed miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
+from wcache.engine.attach import default_socket_dir
+from wcache.engine.client import Attachment, as_miss, attach_shard
+from wcache.engine.publish import Publication, begin
+from wcache.errors import Busy, ConfigError, Miss, WcacheError
+from wcache.log import MISSED, fields
+from wcache.model import MissReason, Mode, Origin
+from wcache.protocol.connection import socket_path as path_of
+from wcache.protocol.messages import Query
+
+log = logging.getLogger(__name__)
+
+_ROUNDS = 4  # of ask, wait for another writer, ask again
+# A rank that answers so may still take what this engine loads.
+_PUBLISHABLE = frozenset({
+    MissReason.EMPTY, MissReason.LOADING, MissReason.CONTENT, MissReason.LAYOUT, MissReason.QUARANTINED,
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which rank is asked, as whom, and how long for. `device`: where this engine computes. `spec`: of a preload."""
+
+    path: Path
+    name: str
+    device: str | None = None
+    mode: Mode = Mode.ZERO_COPY
+    publish: bool = True
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    state_timeout_s: float = STATE_TIMEOUT_S
+    spec: str | None = None
+
+    @property
+    def origin(self) -> Origin:
+        return Origin.ENGINE if self.spec is None else Origin.PRELOAD
+
+
+def socket_of(rank: int, directory: str | os.PathLike[str] | None, path: str | os.PathLike[str] | None) -> Path:
+    """The rank's socket: as given, in the directory given, or where this host's ranks listen."""
+    if path is not None and directory is not None:
+        raise ConfigError("socket_dir and socket_path exclude each other")
+    if path is not None:
+        return Path(path)
+    return path_of(Path(directory) if directory is not None else default_socket_dir(), rank)
+
+
+def look(query: Query, target: Target) -> Attachment | Miss:
+    """Attach what `query` names, waiting for a publication in progress."""
+    try:
+        return attach_shard(
+            query,
+            target.path,
+            mode=target.mode,
+            wait_s=target.state_timeout_s,
+            connect_timeout_s=target.connect_timeout_s,
+            name=target.name,
+            device=target.device,
+        )
+    except WcacheError as e:
+        return as_miss(e)
+
+
+def run_for(query: Query, target: Target, miss: Miss, bytes_total: int) -> Attachment | Publication | None:
+    """After a miss: the right to publish; or an attachment, if others published meanwhile; or nothing."""
+    if not target.publish or target.mode is Mode.COPY or miss.reason not in _PUBLISHABLE:
+        return None
+    for _ in range(_ROUNDS):
+        try:
+            publication = _begin(query, target, bytes_total)
+        except Busy:
+            publication = None
+        except WcacheError as e:
+            log.warning("this start will not be published: %s", e)
+            return None
+        if publication is not None:
+            return publication
+        found = look(query, target)
+        if isinstance(found, Attachment):
+            return found
+    return None
+
+
+def _begin(query: Query, target: Target, bytes_total: int) -> Publication | None:
+    return begin(
+        query,
+        target.path,
+        origin=target.origin,
+        bytes_total=bytes_total,
+        spec=target.spec,
+        name=target.name,
+        device=target.device,
+        connect_timeout_s=target.connect_timeout_s,
+    )
+
+
+def say_mapped(held: Attachment) -> None:
+    """The line that operators grep after a hit."""
+    log.info(
+        "Mapped %d tensors from the weight cache daemon (%s mode)", len(held.manifest.tensors), held.mode,
+        extra=fields(WCACHE_RANK=held.manifest.rank, WCACHE_FINGERPRINT=held.manifest.fingerprint.id),
+    )  # fmt: skip
+
+
+def say_missed(miss: Miss) -> None:
+    """The line that operators grep after a miss."""
+    log.warning(
+        "Weight cache unusable (%s); falling back to disk loading", f"{miss.reason}: {miss}",
+        extra=fields(MESSAGE_ID=MISSED, WCACHE_REASON=miss.reason),
+    )  # fmt: skip
+
+
+def release_copy(held: Attachment) -> None:
+    """Copy mode: the tensors are private memory; the cache is freed unless somebody else holds it."""
+    released = held.release(evict=True)
+    if released is not None:
+        what = "freed" if released.evicted else f"kept: {released.holders} other engines hold it"
+        log.info("the weight cache was copied; the shard is %s", what)
