@@ -199,7 +199,10 @@ def _outcome(problem: str, preload: Preload) -> str:
 
 
 def _headline(problem: str) -> str:
-    return f"Weight load failed: {problem.splitlines()[0].rstrip(':')}"
+    """One line: how it ended, and the last thing the loader said where that is all there is to go by."""
+    first, *words = problem.splitlines()
+    last = f" {words[-1].strip()}" if words and first.endswith(":") else ""
+    return f"Weight load failed: {first}{last}" if last else f"Weight load failed: {first.rstrip(':')}"
 
 
 def _recognise(model: str, revision: str | None, state_dir: Path, policy: IdentityPolicy) -> str | None:

@@ -175,8 +175,11 @@ class Store:
 
     # --- restore --------------------------------------------------------------------------------------------------
 
-    def restore(self, inherited: list[Inherited]) -> list[tuple[int, Manifest]]:
-        """Take back what the fd store kept; complete and valid shards only, oldest first. The rest leaves the store."""
+    def restore(self, inherited: list[Inherited]) -> Iterator[tuple[int, Manifest]]:
+        """Take back what the fd store kept; complete and valid shards only, oldest first. The rest leaves the store.
+
+        One manifest at a time: those of large models take tens of MiB while they are read.
+        """
         found: dict[tuple[str, int], _Remains] = {}
         for one in inherited:
             match = _NAME.fullmatch(one.name)
@@ -191,12 +194,10 @@ class Store:
                     remains.manifests.append(one)
                 else:
                     remains.segments.setdefault(int(match["index"]), []).append(one)
-        restored = []
         for (name, generation), remains in sorted(found.items(), key=lambda item: item[0][1]):
             manifest = self._restore_one(name, generation, remains)
             if manifest is not None:
-                restored.append((generation, manifest))
-        return restored
+                yield generation, manifest
 
     def _restore_one(self, name: str, generation: int, remains: _Remains) -> Manifest | None:
         try:
