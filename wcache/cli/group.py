@@ -36,8 +36,11 @@ def start(ctx: typer.Context, rank: RankArgument = None) -> None:
     manager = context.need_manager()
     ranks = chosen(context.config, rank)
     prepare(context, manager, ranks)
-    run(context, manager, "start", _names(ranks, whole=rank is None), ranks)
-    verdict(context, ranks)
+    began = time.monotonic()
+    if rank is None:
+        units.start_soon(manager, units.TARGET)
+    run(context, manager, "start", [units.service(one) for one in ranks], ranks)
+    verdict(context, ranks, began)
 
 
 def stop(ctx: typer.Context, rank: RankArgument = None) -> None:
@@ -66,6 +69,7 @@ def restart_group(
     Weights that still match are taken back without reading a byte; the rest is loaded.
     """
     context = contexts.of(ctx)
+    began = time.monotonic()
     ranks = context.config.ranks
     if context.manager is None and reload:
         reload_in_place(context, ranks)
@@ -76,12 +80,12 @@ def restart_group(
     if reload:
         run(context, manager, "stop", services, ranks)
         free_stores(context, manager, ranks)
+        units.start_soon(manager, units.TARGET)
         run(context, manager, "start", services, ranks)
     else:
+        units.start_soon(manager, units.TARGET)
         run(context, manager, "restart", [*_lost_sockets(context, seen, ranks), *services], ranks)
-    if not reload or rank_target_down(manager):
-        run(context, manager, "start", [units.TARGET], ranks)
-    verdict(context, ranks)
+    verdict(context, ranks, began)
 
 
 def clean(ctx: typer.Context) -> None:
@@ -110,9 +114,10 @@ def reload_in_place(context: Context, ranks: tuple[int, ...]) -> None:
     def ask(_: int, connection: Connection) -> Done:
         return connection.ask(Reload(), Done)
 
+    began = time.monotonic()
     end(ask_all(context, ranks, ask), 0)
     watch(context, ranks, lambda report: not any(r.state in ("loading", "starting", "verifying") for r in report.ranks))
-    verdict(context, ranks)
+    verdict(context, ranks, began)
 
 
 def prepare(context: Context, manager: Scope, ranks: tuple[int, ...]) -> dict[str, Unit]:
@@ -134,22 +139,19 @@ def prepare(context: Context, manager: Scope, ranks: tuple[int, ...]) -> dict[st
 
 def run(context: Context, manager: Scope, verb: str, names: list[str], ranks: tuple[int, ...]) -> None:
     """One job of the service manager, watched to its end. Raises SystemdError with what became of the ranks."""
-    began = time.monotonic()
     with units.job(manager, verb, names) as job:
         try:
-            watch(context, ranks, lambda _: job.done(0.0), pause=job.done)
+            failures = watch(context, ranks, lambda _: job.done(0.0), pause=job.done)
         except KeyboardInterrupt:
             render.say(f"the {manager} manager goes on with the {verb}; wcache status shows how far it is")
             raise
         problem = job.problem()
     if problem:
-        report = look(context, ranks)
-        said = [f"rank {r.rank} {r.state}: {r.problem}" for r in report.ranks if not r.ready and r.problem]
+        said = [f"rank {rank}: {text}" for rank, text in failures.items()]
         raise SystemdError("; ".join(said) or problem.splitlines()[0], hint="wcache logs shows why")
-    render.say(f"{verb}: done in {time.monotonic() - began:.1f} s")
 
 
-def verdict(context: Context, ranks: tuple[int, ...]) -> None:
+def verdict(context: Context, ranks: tuple[int, ...], began: float) -> None:
     """The answer: how many ranks are ready. Raises NotReady if some are not."""
     report = look(context, ranks)
     for rank in report.ranks:
@@ -160,6 +162,7 @@ def verdict(context: Context, ranks: tuple[int, ...]) -> None:
     ]
     if waiting:
         raise NotReady("; ".join(waiting), hint="wcache status; wcache logs")
+    render.say(f"all ready after {time.monotonic() - began:.1f} s")
 
 
 def free_stores(context: Context, manager: Scope, ranks: tuple[int, ...]) -> None:
@@ -167,10 +170,6 @@ def free_stores(context: Context, manager: Scope, ranks: tuple[int, ...]) -> Non
     kept = [unit.name for unit in look_at_units(context, ranks).values() if unit.stored_fds > 0]
     if kept:
         units.clean_fd_store(manager, kept)
-
-
-def rank_target_down(manager: Scope) -> bool:
-    return units.show(manager, [units.TARGET])[units.TARGET].active != "active"
 
 
 def _names(ranks: tuple[int, ...], *, whole: bool) -> list[str]:

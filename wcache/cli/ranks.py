@@ -191,9 +191,9 @@ def _silence(service: Unit | None, error: WcacheError | None) -> tuple[str, str]
     """Why a rank said nothing: the service manager knows best, then the socket."""
     if service is not None and service.exists and not service.up:
         if service.restarting:
-            return RESTARTING, f"{last_end(service)}; restarts automatically (so far {service.restarts})"
+            return RESTARTING, f"{_last_words(service)}; systemd starts it again (restart {service.restarts + 1})"
         if service.active == "failed":
-            return RankState.FAILED.value, last_end(service)
+            return RankState.FAILED.value, _last_words(service)
         if service.active == "deactivating":
             return STOPPING, service.text
         if error is None or isinstance(error, Unavailable):
@@ -204,8 +204,15 @@ def _silence(service: Unit | None, error: WcacheError | None) -> tuple[str, str]
     if isinstance(error, Unavailable) and isinstance(error.__cause__, _NOBODY) and not up:
         return STOPPED, str(error)
     if isinstance(error, Unavailable | DeadlineExceeded):
+        if service is not None and service.active == "activating":  # the process is there, its listener not yet
+            return RankState.STARTING.value, service.text
         return UNRESPONSIVE, str(error)
     return UNREACHABLE, str(error)
+
+
+def _last_words(service: Unit) -> str:
+    """How its last process ended, and the last status that it gave."""
+    return last_end(service) + (f" ({service.text})" if service.text else "")
 
 
 def last_end(service: Unit) -> str:
@@ -221,4 +228,4 @@ def last_end(service: Unit) -> str:
     reason = {"timeout": "took too long", "watchdog": "missed its watchdog", "oom-kill": "killed for memory"}.get(
         service.result
     )
-    return reason or f"exited with status {service.exit_status} ({service.result})"
+    return reason or f"exited with status {service.exit_status}"

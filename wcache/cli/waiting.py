@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from wcache.cli import render
 from wcache.cli.context import Context
-from wcache.cli.ranks import GroupReport, RankReport, look
+from wcache.cli.ranks import RESTARTING, UNRESPONSIVE, GroupReport, RankReport, look
+from wcache.model import RankState
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 LINE_EVERY_S = 5.0  # a load's numbers change all the time; a log wants them now and then
 BAR_WIDTH = 24
+_FAILING = (RankState.FAILED.value, RESTARTING)
 
 
 def watch(
@@ -26,32 +29,31 @@ def watch(
     over: Callable[[GroupReport], bool],
     *,
     pause: Callable[[float], object] = time.sleep,
-) -> None:
-    """Look until `over` says so; `pause` waits between looks and may return early."""
-    if sys.stderr.isatty():
-        _live(context, ranks, over, pause)
+) -> dict[int, str]:
+    """Look until `over` says so; returns the last failure seen of each rank that had one.
+
+    `pause` waits between looks and may return early. A failed rank that is started again says nothing of it later on.
+    """
+    failures: dict[int, str] = {}
+    with _shown() as show:
+        while True:
+            report = look(context, ranks)
+            failures |= {r.rank: r.problem for r in report.ranks if r.state in _FAILING and r.problem}
+            show(report)
+            if over(report):
+                return failures
+            pause(POLL_S)
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[GroupReport], None]]:
+    if not sys.stderr.isatty():
+        yield _Teller().tell
         return
-    teller = _Teller()
-    while True:
-        report = look(context, ranks)
-        teller.tell(report)
-        if over(report):
-            return
-        pause(POLL_S)
-
-
-def _live(
-    context: Context, ranks: tuple[int, ...], over: Callable[[GroupReport], bool], pause: Callable[[float], object]
-) -> None:
     from rich.live import Live
 
     with Live(console=render.console(sys.stderr), auto_refresh=False, transient=True) as live:
-        while True:
-            report = look(context, ranks)
-            live.update(bars(report), refresh=True)
-            if over(report):
-                return
-            pause(POLL_S)
+        yield lambda report: live.update(bars(report), refresh=True)
 
 
 def bars(report: GroupReport) -> Table:
@@ -75,8 +77,10 @@ def bars(report: GroupReport) -> Table:
 
 
 def _text(rank: RankReport) -> str:
+    """What the rank says, without repeating its state."""
     said = rank.status.text if rank.status is not None else ""
-    return rank.problem or said
+    text = rank.problem or said
+    return text.removeprefix(rank.state).lstrip(" :,")
 
 
 class _Teller:
@@ -84,13 +88,19 @@ class _Teller:
 
     def __init__(self) -> None:
         self._said: dict[int, tuple[str, float]] = {}
+        self._silent: set[int] = set()
 
     def tell(self, report: GroupReport) -> None:
-        now = time.monotonic()
+        silent = {rank.rank for rank in report.ranks if rank.state == UNRESPONSIVE}
         for rank in report.ranks:
-            state, when = self._said.get(rank.rank, ("", 0.0))
-            if rank.state != state or (not rank.ready and _text(rank) and now - when > LINE_EVERY_S):
-                self._said[rank.rank] = (rank.state, now)
-                text = _text(rank)
-                starts = text.startswith(rank.state)
-                render.say(f"rank {rank.rank}: " + (text if starts else f"{rank.state}{': ' if text else ''}{text}"))
+            if rank.rank not in silent - self._silent:  # once is what a daemon does that is just being replaced
+                self._tell(rank)
+        self._silent = silent
+
+    def _tell(self, rank: RankReport) -> None:
+        now = time.monotonic()
+        state, when = self._said.get(rank.rank, ("", 0.0))
+        text = _text(rank)
+        if rank.state != state or (not rank.ready and text and now - when > LINE_EVERY_S):
+            self._said[rank.rank] = (rank.state, now)
+            render.say(f"rank {rank.rank}: {rank.state}" + (f": {text}" if text else ""))

@@ -171,6 +171,11 @@ def job(scope: Scope, verb: str, names: Sequence[str]) -> Iterator[Job]:
             process.wait()
 
 
+def start_soon(scope: Scope, name: str) -> None:
+    """Queue a start and do not wait. A target waits for its members for as long as they are started again and again."""
+    _systemctl(scope, "start", "--no-block", "--", name)
+
+
 def reset_failed(scope: Scope, names: Sequence[str]) -> None:
     """Forget failures and start limits, so that a start asked for by a person is tried."""
     _systemctl(scope, "reset-failed", "--", *names)
