@@ -33,9 +33,10 @@ def filling(i: int) -> int:
 
 
 def equal_sizes(total: int, count: int) -> list[int]:
-    """`count` tensors of `total` bytes together, each a whole number of KiB."""
-    each = total // count // 1024 * 1024
-    return [each] * count
+    """`count` tensors of `total` bytes together, each a whole number of 2 MiB (of KiB where it is smaller)."""
+    each = total // count
+    unit = 2 << 20 if each >= 2 << 20 else 1024
+    return [each // unit * unit] * count
 
 
 def fill(backend: CudaBackend, sizes: Sequence[int]) -> tuple[list[CudaSegment], list[StorageSpec]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -78,6 +79,9 @@ def test_the_backend_digests_exactly_the_bytes_in_use(size: int) -> None:
     write(segment.memory(), data)
     assert segment.digest() == wcd1.digest(data)
     segment.close()
+    assert driver.live(digesters=1) == {}
+    del segment
+    gc.collect()
     assert driver.live() == {}
 
 
@@ -90,4 +94,6 @@ def test_a_digest_that_fails_at_any_step_leaves_nothing(step: str) -> None:
         segment.digest()
     driver.heal()
     segment.close()
+    del segment
+    gc.collect()
     assert driver.live() == {}

@@ -257,6 +257,14 @@ def test_a_journal_left_beside_a_damaged_store_is_not_played_back(path: Path) ->
     assert not journal.exists()
 
 
+def test_a_schema_that_is_no_text_any_more_is_damage(path: Path) -> None:
+    DigestStore(path).close()
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE digests", b"CREATE TABLE \xffigests"))
+    with DigestStore(path) as store:
+        store.record(OLD, A, time.time())
+        assert store.lookup(OLD) == A
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), flips=st.integers(1, 40))
 def test_flipped_bytes_in_the_store_never_give_a_wrong_digest(tmp_path_factory, seed: int, flips: int) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from contextlib import ExitStack
+import threading
 from importlib.resources import files
 
-from wcache.host.gpu import Gpu, Handle
+from wcache.host.gpu import Gpu, Handle, quietly
 
 ALGORITHM = "wcd1"
 PHI, M1, M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # the constants of digest.cu
@@ -24,10 +24,7 @@ BLOCKS_PER_PROCESSOR = 8
 BYTES_PER_BLOCK = THREADS * 16 * 4  # what a block reads in one turn of its loop
 LANES_BYTES = 16
 
-
-def load_kernel(gpu: Gpu) -> Handle:
-    """The kernel on one GPU, for every digest there; it stays loaded until the process ends."""
-    return gpu.kernel(image(), ALGORITHM, "digest.ptx")
+_WHAT = "digests"
 
 
 @functools.cache
@@ -36,23 +33,40 @@ def image() -> bytes:
     return files("wcache.weights").joinpath("kernels", "digest.ptx").read_bytes()
 
 
-def digest(gpu: Gpu, kernel: Handle, address: int, size: int, what: str) -> str:
-    """Digest of `size` bytes at a 16-byte aligned address, after everything this process has under way on the GPU."""
-    task = f"the digest of {what}"
-    result = (ctypes.c_uint64 * 2)()
-    gpu.synchronize(what)
-    with ExitStack() as stack:
-        stream = gpu.stream(task)
-        stack.callback(gpu.destroy_stream, stream, task)
-        lanes = gpu.scratch(LANES_BYTES, task)
-        stack.callback(gpu.free_scratch, lanes, task)
-        gpu.fill(lanes, 0, LANES_BYTES, stream, task)
-        if size:
-            grid = min(-(-size // BYTES_PER_BLOCK), gpu.info.processors * BLOCKS_PER_PROCESSOR)
-            gpu.launch(kernel, grid, THREADS, (address, size, lanes), stream, task)
-        gpu.copy_out(ctypes.addressof(result), lanes, LANES_BYTES, stream, task)
-        gpu.wait_stream(stream, task)
-    return finish(result[0], result[1], size)
+class Digester:
+    """The kernel on one GPU, with a stream and two lanes of device memory that all digests there use in turn.
+
+    Made once, because making them for each segment takes as long as a third of a segment's digest.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._lock = threading.Lock()
+        self._kernel: Handle = gpu.kernel(image(), ALGORITHM, "digest.ptx")
+        self._stream: Handle = gpu.stream(_WHAT)
+        try:
+            self._lanes = gpu.scratch(LANES_BYTES, _WHAT)
+        except BaseException:
+            gpu.destroy_stream(self._stream, _WHAT)
+            raise
+
+    def digest(self, address: int, size: int, what: str) -> str:
+        """Digest of `size` bytes at a 16-byte aligned address, after all that this process has under way on the GPU."""
+        gpu, stream, task = self._gpu, self._stream, f"the digest of {what}"
+        result = (ctypes.c_uint64 * 2)()
+        with self._lock:
+            gpu.synchronize(what)
+            gpu.fill(self._lanes, 0, LANES_BYTES, stream, task)
+            if size:
+                grid = min(-(-size // BYTES_PER_BLOCK), gpu.info.processors * BLOCKS_PER_PROCESSOR)
+                gpu.launch(self._kernel, grid, THREADS, (address, size, self._lanes), stream, task)
+            gpu.copy_out(ctypes.addressof(result), self._lanes, LANES_BYTES, stream, task)
+            gpu.wait_stream(stream, task)
+        return finish(result[0], result[1], size)
+
+    def close(self) -> None:
+        quietly(self._gpu.free_scratch, self._lanes, _WHAT)
+        quietly(self._gpu.destroy_stream, self._stream, _WHAT)
 
 
 def finish(total: int, xored: int, size: int) -> str:

@@ -10,8 +10,8 @@ Surprising: a fresh allocation may hold what another process left there, so it i
 
 from __future__ import annotations
 
-import functools
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ from wcache.host.fds import OwnedFd
 from wcache.host.gpu import Driver, Gpu, Handle, quietly
 from wcache.host.gpu_memory import holders
 from wcache.model import BackendName
-from wcache.weights.digest_cuda import digest, load_kernel
+from wcache.weights.digest_cuda import Digester
 from wcache.weights.segment import Access
 
 LEGACY_STREAM = 0  # the one that torch uses as well unless told otherwise
@@ -48,6 +48,8 @@ class CudaBackend:
         self._driver = open_driver() if driver is None else driver
         self.gpu: Gpu = self._driver.open(gpus.find(self._driver, device).index)
         self.device = device
+        self._lock = threading.Lock()
+        self._digester: Digester | None = None
 
     @property
     def granularity(self) -> int:
@@ -80,7 +82,12 @@ class CudaBackend:
         return -(-max(size, 1) // self.granularity) * self.granularity
 
     def digest(self, address: int, size: int, what: str) -> str:
-        return digest(self.gpu, self._kernel, address, size, what)
+        with self._lock:
+            if self._digester is None:
+                self._digester = Digester(self.gpu)
+                weakref.finalize(self, self._digester.close).atexit = False
+            digester = self._digester
+        return digester.digest(address, size, what)
 
     def check_device(self, handle: Handle, what: str) -> None:
         """An allocation of another GPU could be mapped and read over the bus: refuse it, naming both GPUs."""
@@ -88,10 +95,6 @@ class CudaBackend:
         if index != self.gpu.info.index:
             where = {i.index: i.uuid for i in self._driver.devices()}.get(index, f"device {index}")
             raise DeviceMismatch(f"{what} lies on {where}, asked for on {self.device}")
-
-    @functools.cached_property
-    def _kernel(self) -> Handle:
-        return load_kernel(self.gpu)
 
 
 class DeviceMemory:
