@@ -185,7 +185,7 @@ class DigestStore:
                     return None
                 try:
                     return work(self._db)
-                except sqlite3.Error as e:
+                except (sqlite3.Error, UnicodeDecodeError) as e:
                     if not _is_damage(e):
                         self._complain(str(e), "digest store %s: %s; files may be hashed again", self.path, e)
                         return None
@@ -280,7 +280,7 @@ def _open(path: Path) -> sqlite3.Connection:
         db.execute("PRAGMA synchronous=NORMAL")
     except BaseException as e:
         db.close()
-        if isinstance(e, sqlite3.Error) and _is_damage(e):
+        if isinstance(e, sqlite3.Error | UnicodeDecodeError) and _is_damage(e):
             raise _Unusable(str(e)) from e
         raise
     return db
@@ -341,8 +341,13 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _is_damage(e: sqlite3.Error) -> bool:
-    """The file is broken, foreign or was replaced under us, as opposed to busy, full or read-only."""
+def _is_damage(e: sqlite3.Error | UnicodeDecodeError) -> bool:
+    """The file is broken, foreign or was replaced under us, as opposed to busy, full or read-only.
+
+    An error message that quotes a damaged schema is no UTF-8, and comes as a UnicodeDecodeError.
+    """
+    if isinstance(e, UnicodeDecodeError):
+        return True
     code = getattr(e, "sqlite_errorcode", 0)
     moved = (sqlite3.SQLITE_READONLY_DBMOVED,)
     return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR) or code in moved
