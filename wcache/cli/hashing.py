@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from wcache.cli import render
+from wcache.daemon.status import size
 from wcache.weights.checkpoint import Survey
 
 LINE_EVERY_S = 5.0
@@ -36,14 +37,14 @@ def meter(survey: Survey) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Lines:
+    """What takes no time needs no line."""
+
     def __init__(self, survey: Survey) -> None:
-        self._survey = survey
-        self._said = 0.0
+        self._name = survey.directory.name
+        self._said = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self._said > LINE_EVERY_S or done == total:
+        if now - self._said > LINE_EVERY_S:
             self._said = now
-            render.say(
-                f"hashing {self._survey.directory.name}: {100 * done // max(total, 1)} % of {total / 1e9:.2f} GB"
-            )
+            render.say(f"hashing {self._name}: {100 * done // max(total, 1)} % of {size(total)}")

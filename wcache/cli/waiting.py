@@ -17,7 +17,7 @@ from wcache.model import RankState
 if TYPE_CHECKING:
     from rich.table import Table
 
-POLL_S = 0.25
+POLL_S = 0.15  # below RestartSec= of the unit: no failure goes unseen
 LINE_EVERY_S = 5.0  # a load's numbers change all the time; a log wants them now and then
 BAR_WIDTH = 24
 _FAILING = (RankState.FAILED.value, RESTARTING)
