@@ -8,18 +8,14 @@ loads and publishes, the other waits for it. Whatever goes wrong with the cache 
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
-from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
-from wcache.engine.attach import default_socket_dir
 from wcache.engine.client import Attachment, as_miss, attach_shard
+from wcache.engine.options import Where
 from wcache.engine.publish import Publication, begin
-from wcache.errors import Busy, ConfigError, Miss, WcacheError
+from wcache.errors import Busy, Miss, WcacheError
 from wcache.log import MISSED, fields
 from wcache.model import MissReason, Mode, Origin
-from wcache.protocol.connection import socket_path as path_of
 from wcache.protocol.messages import Query
 
 log = logging.getLogger(__name__)
@@ -33,15 +29,11 @@ _PUBLISHABLE = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Which rank is asked, as whom, and how long for. `device`: where this engine computes. `spec`: of a preload."""
+    """Which rank is asked and what for. `publish`: what is loaded may be given to the rank. `spec`: of a preload."""
 
-    path: Path
-    name: str
-    device: str | None = None
+    where: Where
     mode: Mode = Mode.ZERO_COPY
     publish: bool = True
-    connect_timeout_s: float = CONNECT_TIMEOUT_S
-    state_timeout_s: float = STATE_TIMEOUT_S
     spec: str | None = None
 
     @property
@@ -49,28 +41,19 @@ class Target:
         return Origin.ENGINE if self.spec is None else Origin.PRELOAD
 
 
-def socket_of(rank: int, directory: str | os.PathLike[str] | None, path: str | os.PathLike[str] | None) -> Path:
-    """The rank's socket: as given, in the directory given, or where this host's ranks listen."""
-    if path is not None and directory is not None:
-        raise ConfigError("socket_dir and socket_path exclude each other")
-    if path is not None:
-        return Path(path)
-    return path_of(Path(directory) if directory is not None else default_socket_dir(), rank)
-
-
 def look(query: Query, target: Target) -> Attachment | Miss:
     """Attach what `query` names, waiting for a publication in progress."""
     try:
         return attach_shard(
             query,
-            target.path,
+            target.where.path,
             mode=target.mode,
-            wait_s=target.state_timeout_s,
-            connect_timeout_s=target.connect_timeout_s,
-            name=target.name,
-            device=target.device,
+            wait_s=target.where.left_s,
+            connect_timeout_s=target.where.connect_timeout_s,
+            name=target.where.name,
+            device=target.where.device,
         )
-    except WcacheError as e:
+    except (WcacheError, OSError) as e:
         return as_miss(e)
 
 
@@ -83,7 +66,7 @@ def run_for(query: Query, target: Target, miss: Miss, bytes_total: int) -> Attac
             publication = _begin(query, target, bytes_total)
         except Busy:
             publication = None
-        except WcacheError as e:
+        except (WcacheError, OSError) as e:
             log.warning("this start will not be published: %s", e)
             return None
         if publication is not None:
@@ -97,13 +80,13 @@ def run_for(query: Query, target: Target, miss: Miss, bytes_total: int) -> Attac
 def _begin(query: Query, target: Target, bytes_total: int) -> Publication | None:
     return begin(
         query,
-        target.path,
+        target.where.path,
         origin=target.origin,
         bytes_total=bytes_total,
         spec=target.spec,
-        name=target.name,
-        device=target.device,
-        connect_timeout_s=target.connect_timeout_s,
+        name=target.where.name,
+        device=target.where.device,
+        connect_timeout_s=target.where.connect_timeout_s,
     )
 
 

@@ -287,7 +287,7 @@ def guard(model: nn.Module) -> None:
     """Let a gradient that arrives at a shared parameter raise TrainingRefused; parameters moved elsewhere may train."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel():
-            parameter.register_post_accumulate_grad_hook(_refusal(name, parameter.data_ptr()))
+            parameter.register_post_accumulate_grad_hook(_refusal(name, parameter.data_ptr()))  # type: ignore[no-untyped-call]
 
 
 def _refusal(name: str, address: int) -> Callable[[torch.Tensor], None]:

@@ -12,14 +12,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from wcache.errors import FingerprintError
+from wcache.engine.plain import plain as plain
 from wcache.weights.fingerprint import LayoutKey, digest
 
 ENGINE = "vllm"
@@ -116,7 +114,7 @@ def experts(model_config: Any, parallel: Any, place: Place) -> tuple[int, int, i
 def _quantization(vllm_config: Any, model_config: Any) -> dict[str, Any] | None:
     if vllm_config.quant_config is None and model_config.quantization is None:
         return None
-    checkpoint = getattr(model_config.hf_config, "quantization_config", None)
+    checkpoint: Any = getattr(model_config.hf_config, "quantization_config", None)
     if hasattr(checkpoint, "to_dict"):
         checkpoint = checkpoint.to_dict()
     return {
@@ -176,7 +174,7 @@ def environment() -> dict[str, str] | None:
     """VLLM_* variables that are set and may decide how weights are laid out."""
     from vllm import envs
 
-    factors = getattr(envs, "compile_factors", dict)()
+    factors: dict[str, Any] = getattr(envs, "compile_factors", dict)()
     known = getattr(envs, "environment_variables", {})
     found = {}
     for name, value in sorted(os.environ.items()):
@@ -191,24 +189,3 @@ def _fields(vllm_config: Any, section: str, *names: str) -> dict[str, Any] | Non
     config = getattr(vllm_config, section, None)
     found = {n: plain(getattr(config, n, None), f"kernel_backends.{n}") for n in names}
     return {k: v for k, v in found.items() if v is not None} or None
-
-
-def plain(value: Any, where: str) -> Any:
-    """Plain (JSON) values of a configuration. Raises FingerprintError for what has no canonical form."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, torch.dtype | Path):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, Mapping):
-        return {str(k): plain(v, f"{where}.{k}") for k, v in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(plain(v, where) for v in value)
-    if isinstance(value, list | tuple):
-        return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name), f"{where}.{f.name}") for f in dataclasses.fields(value)}
-    if hasattr(value, "model_dump"):
-        return plain(value.model_dump(), where)
-    raise FingerprintError(f"{where}: a {type(value).__module__}.{type(value).__qualname__} has no canonical form")

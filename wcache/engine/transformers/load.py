@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`from_pretrained` of Transformers over a rank's resident weights: same arguments, same model.
+
+Runs in engines. Transformers does all of it, except that a hit puts mapped tensors onto its skeleton where it would
+have read them: no checkpoint file is opened. A miss says why, Transformers loads as ever, and the result is published
+before the quantizer's post-processing, which runs again on every start. The cache never takes an engine down.
+Surprising: `from_pretrained` itself opens a checkpoint file if config.json does not name a dtype.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
+from wcache.engine import snapshot
+from wcache.engine.client import Attachment
+from wcache.engine.election import Target, release_copy, run_for, say_mapped, say_missed
+from wcache.engine.options import where
+from wcache.engine.publish import Publication
+from wcache.engine.snapshot import Skeleton
+from wcache.engine.tensors import tensors_of
+from wcache.engine.transformers import seam
+from wcache.engine.transformers.request import Request, ask, prepare
+from wcache.errors import ConfigError, Miss, PublishError, StructureError, WcacheError
+from wcache.model import IdentityPolicy, MissReason, Mode
+
+log = logging.getLogger(__name__)
+
+_attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
+
+
+def from_pretrained(
+    pretrained_model_name_or_path: str | os.PathLike[str],
+    *model_args: Any,
+    auto_class: str | type = "AutoModelForCausalLM",
+    rank: int = 0,
+    mode: Mode | str = Mode.ZERO_COPY,
+    fallback: bool = True,
+    publish: bool = True,
+    identity: IdentityPolicy | str = IdentityPolicy.CONTENT,
+    socket_dir: str | os.PathLike[str] | None = None,
+    socket_path: str | os.PathLike[str] | None = None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    state_timeout_s: float = STATE_TIMEOUT_S,
+    name: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The model that `auto_class.from_pretrained(path, *model_args, **kwargs)` gives, with its weights from the cache.
+
+    `auto_class`: an Auto class of Transformers or a model class, or the name of one. `mode` "copy": private memory,
+    and the cache is freed if nobody else holds it. `fallback` False: a miss raises. `publish` False: what was loaded
+    from disk is not offered to the rank. All other arguments are Transformers' own.
+    zero_copy parameters are shared: on a CPU what this process writes stays its own (copy on write), on a GPU a write
+    faults. Training them raises TrainingRefused at the first gradient; `mode="copy"` is the way out. Buffers are
+    private. What Transformers raises is raised; Miss only without `fallback`.
+    """
+    chosen = _class(auto_class)
+    asked = where(
+        pretrained_model_name_or_path,
+        rank,
+        socket_dir=socket_dir,
+        path=socket_path,
+        name=name,
+        device=None,
+        connect_timeout_s=connect_timeout_s,
+        state_timeout_s=state_timeout_s,
+    )
+    loading = Load(Target(asked, Mode(mode), publish), IdentityPolicy(identity), kwargs, fallback=fallback)
+    return loading.run(lambda: chosen.from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs))
+
+
+def attachment(model: Any) -> Attachment | None:
+    """How this model's weights came here: `source`, `miss`, `timing`, the lease. None: the cache was not involved."""
+    return _attachments.get(model)
+
+
+def _class(auto_class: str | type) -> Any:
+    import transformers
+
+    found = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
+    if not hasattr(found, "from_pretrained"):
+        raise ConfigError(f"auto_class {auto_class!r}: a class with from_pretrained, or the name of one, is expected")
+    return found
+
+
+@dataclass(slots=True)
+class Load:
+    """One call of from_pretrained. `publication`: the right to publish what Transformers is loading."""
+
+    target: Target
+    policy: IdentityPolicy
+    arguments: Mapping[str, Any]
+    fallback: bool
+    on_publication: Callable[[Publication], None] | None = None
+    held: Attachment | None = None
+    miss: Miss | None = None
+    failed: WcacheError | None = None  # why nothing was published
+    _request: Request | None = None
+    _before: Skeleton | None = None
+    _publication: Publication | None = None
+    _seen: list[Any] = field(default_factory=list)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Let Transformers load. Raises Miss without `fallback`, and whatever Transformers raises."""
+        why = seam.unsupported()
+        if why is not None:
+            self._missed(Miss(MissReason.UNSUPPORTED, why))
+            return call()
+        try:
+            with seam.entered(self):
+                made = call()
+        finally:
+            if self._publication is not None:
+                self._publication.abort("Transformers failed to load the model")
+        if not self._seen:
+            self._missed(Miss(MissReason.UNSUPPORTED, "this class does not load through Transformers' own loader"))
+        return made
+
+    # --- Transformers' two steps -------------------------------------------------------------------------------------
+
+    def load(self, original: Callable[..., Any], model: Any, files: list[str] | None, load_config: Any) -> Any:
+        if self._seen:  # a second model inside the same call
+            return original(model, None, files, load_config)
+        self._seen.append(model)
+        try:
+            info = self._from_cache(model, files, load_config)
+            if info is not None:
+                return info, None
+        except WcacheError as e:
+            self._missed(e if isinstance(e, Miss) else Miss(MissReason.UNSUPPORTED, str(e), hint=e.hint))
+        except Exception as e:  # whatever a model nobody has seen makes of us, Transformers can still load it
+            log.debug("asking the cache failed", exc_info=True)
+            self._missed(Miss(MissReason.UNSUPPORTED, f"{type(e).__name__}: {e}"))
+        return original(model, None, files, load_config)
+
+    def finalize(self, original: Callable[..., Any], model: Any, load_config: Any, loading_info: Any) -> Any:
+        if not self._seen or model is not self._seen[0]:
+            return original(model, load_config, loading_info)
+        if self.miss is None and self.held is not None:
+            return loading_info  # taken as it was after this step
+        info = original(model, load_config, loading_info)
+        publication, self._publication = self._publication, None
+        if publication is not None:
+            try:
+                self._publish(publication, model, info)
+            except Exception as e:  # noqa: BLE001 - a failed publication costs the next start, not this one
+                publication.abort(f"{type(e).__name__}: {e}")
+                self.failed = e if isinstance(e, WcacheError) else PublishError(f"{type(e).__name__}: {e}")
+                log.warning("this start was not published: %s", self.failed)
+        return info
+
+    # --- the cache ---------------------------------------------------------------------------------------------------
+
+    def _from_cache(self, model: Any, files: list[str] | None, load_config: Any) -> Any:
+        """Loading info after a hit. None: Transformers has to load, and may be about to publish."""
+        self._before = snapshot.skeleton(model)
+        request = prepare(model, files, load_config, self._before, self.arguments, self.policy)
+        self.target = replace(self.target, where=replace(self.target.where, device=request.device))
+        self._request, found = ask(request, self.target)
+        if isinstance(found, Miss):
+            if not self.fallback:
+                raise found
+            won = run_for(self._request.query, self.target, found, self._request.survey.size)
+            if not isinstance(won, Attachment):
+                self._publication = won
+                if won is not None and self.on_publication is not None:
+                    self.on_publication(won)
+                self._missed(found)
+                return None
+            found = won
+        return self._bind(model, found)
+
+    def _bind(self, model: Any, held: Attachment) -> Any:
+        from transformers.utils.loading_report import LoadStateDictInfo
+
+        assert self._before is not None
+        try:
+            tensors, copied = tensors_of(held.manifest, held.mapping, copy=held.mode is Mode.COPY)
+            snapshot.restore(model, self._before, held.manifest, tensors)
+        except (StructureError, AssertionError):
+            held.close()
+            raise
+        _untie(model)
+        say_mapped(held)
+        log.debug("%.1f MiB are private copies", copied / 2**20)
+        if held.mode is Mode.COPY:
+            release_copy(held)
+        else:
+            snapshot.guard(model)
+        self.held = _attachments[model] = held
+        unexpected = set(held.manifest.extra.get("unexpected_keys", ()))
+        return LoadStateDictInfo(set(), unexpected, set(), [], {}, set())
+
+    def _missed(self, miss: Miss) -> None:
+        self.miss = miss
+        if not self.fallback:
+            raise miss
+        say_missed(miss)
+
+    def _publish(self, publication: Publication, model: Any, info: Any) -> None:
+        """Publish what Transformers loaded; its parameters move onto the shared memory."""
+        assert self._before is not None and self._request is not None
+        _refuse_invented(info)
+        if not self._request.unchanged():
+            raise PublishError(f"{self._request.survey.directory} changed while it was being loaded")
+        taken = snapshot.take(model, self._before, skip_meta=True)
+        with snapshot.frozen(model):
+            held = publication.write(
+                taken.entries,
+                repoint=True,
+                attributes=taken.attributes,
+                extra={**taken.extra, "unexpected_keys": sorted(info.unexpected_keys)},
+            )
+        snapshot.guard(model)
+        held.miss = self.miss
+        self.held = _attachments[model] = held
+
+
+def _refuse_invented(info: Any) -> None:
+    """Weights that are not in the checkpoint are random: the next start would have others."""
+    invented = sorted(info.missing_and_mismatched())
+    if invented:
+        raise PublishError(
+            f"{invented[0]} and {len(invented) - 1} more are not in the checkpoint: Transformers made them up",
+            hint="train and save the model first, or load the class that the checkpoint was saved from",
+        )
+    if info.error_msgs or info.conversion_errors:
+        raise PublishError("Transformers could not load everything")
+
+
+def _untie(model: Any) -> None:
+    """Names that Transformers would have tied, but found with different values, are no longer said to be tied."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in list(tied.items()):
+        if model.get_parameter_or_buffer(target) is not model.get_parameter_or_buffer(source):
+            del tied[target]

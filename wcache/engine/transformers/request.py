@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Transformers engine asks its rank for: the identity of the files that Transformers would read, and the layout.
+
+Runs in engines and in the preload, when the skeleton stands and before any weight is read. Transformers reads files on
+its own, so a checkpoint that is not known yet is hashed first, but only if a rank answers. `unchanged` must hold again
+after the load: only then are the bytes in memory those that were identified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wcache.engine.client import Attachment
+from wcache.engine.election import Target, look
+from wcache.engine.options import host_store
+from wcache.engine.snapshot import Skeleton
+from wcache.engine.tensors import gpu_uuid
+from wcache.engine.transformers.layout import layout_key
+from wcache.errors import CheckpointError, Miss, WcacheError
+from wcache.model import CPU, IdentityPolicy, MissReason
+from wcache.protocol.messages import Query
+from wcache.weights.checkpoint import Survey, survey
+from wcache.weights.identity import identify, recognise, stamps_id
+
+# Answers after which nothing can be attached and nothing published: hashing would be for nothing.
+_NOBODY = (MissReason.NO_DAEMON, MissReason.DENIED, MissReason.DRAINING, MissReason.DEVICE, MissReason.PROTOCOL)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One question. `device`: "cpu" or a GPU's UUID."""
+
+    query: Query
+    survey: Survey
+    device: str
+
+    def unchanged(self) -> bool:
+        """Whether the checkpoint's files are still those that were surveyed."""
+        try:
+            now = survey(self.survey.directory)
+        except WcacheError:
+            return False
+        return (now.files, now.config_digests) == (self.survey.files, self.survey.config_digests)
+
+
+def prepare(
+    model: Any,
+    files: list[str] | None,
+    load_config: Any,
+    before: Skeleton,
+    arguments: Mapping[str, Any],
+    policy: IdentityPolicy,
+) -> Request:
+    """Raises Miss(unsupported) for what is not shared, CheckpointError, FingerprintError. Reads no weights."""
+    device = _device(load_config.device_map)
+    if getattr(load_config, "device_mesh", None) is not None:
+        raise Miss(MissReason.UNSUPPORTED, "models that Transformers spreads over several devices are not shared")
+    found = _survey(files)
+    layout = layout_key(model, load_config, before, arguments, device)
+    with host_store() as store:
+        content = recognise(found, store, policy).content
+    query = Query(
+        layout=layout,
+        model=str(load_config.pretrained_model_name_or_path),
+        content=content,
+        source=stamps_id(found),
+        policy=policy,
+    )
+    return Request(query, found, CPU if device.type == CPU else gpu_uuid(device.index or 0))
+
+
+def ask(request: Request, target: Target) -> tuple[Request, Attachment | Miss]:
+    """Attach; a checkpoint that is not recognised is hashed if a rank is there. Raises CheckpointError."""
+    found = look(request.query, target)
+    if isinstance(found, Attachment) or request.query.content is not None or found.reason in _NOBODY:
+        return request, found
+    with host_store() as store:
+        content = identify(request.survey, store, request.query.policy).content
+    known = replace(request, query=_with_content(request.query, content))
+    return known, look(known.query, target)
+
+
+def _with_content(query: Query, content: str | None) -> Query:
+    return Query(layout=query.layout, model=query.model, content=content, source=query.source, policy=query.policy)
+
+
+def _survey(files: list[str] | None) -> Survey:
+    """The directory of the files that Transformers resolved; they must be exactly those that an identity covers."""
+    if not files or not all(f.endswith(".safetensors") for f in files):
+        raise Miss(MissReason.UNSUPPORTED, "only safetensors checkpoints have an identity")
+    try:
+        found = survey(Path(files[0]).parent)
+    except CheckpointError as e:
+        raise Miss(MissReason.UNSUPPORTED, f"the checkpoint has no identity: {e}", hint=e.hint) from e
+    if {Path(f).resolve() for f in files} != {f.path.resolve() for f in found.files}:
+        raise Miss(
+            MissReason.UNSUPPORTED, f"{found.directory}: Transformers reads other files than the identity covers"
+        )
+    return found
+
+
+def _device(device_map: Mapping[str, Any] | None) -> torch.device:
+    places = {str(place) for place in (device_map or {"": CPU}).values()}
+    if len(places) != 1:
+        raise Miss(MissReason.UNSUPPORTED, f"device_map spreads the model over {', '.join(sorted(places))}")
+    place = places.pop()
+    device = torch.device("cuda", int(place)) if place.isdecimal() else _torch_device(place)
+    if device.type not in (CPU, "cuda"):
+        raise Miss(MissReason.UNSUPPORTED, f"weights on {place} are not shared")
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+def _torch_device(place: str) -> torch.device:
+    try:
+        return torch.device(place)
+    except RuntimeError as e:  # "disk"
+        raise Miss(MissReason.UNSUPPORTED, f"weights on {place} are not shared") from e
