@@ -162,6 +162,6 @@ def test_what_is_not_shared_falls_back_with_its_reason_and_publishes_nothing(
     child("stop", name="dummy")
     child("start", name="unpublished", model=model, extra={"publish": False})
     assert daemon.status().shards == ()
-    assert "unsupported: LoRA" in child.failing(
+    assert "LoRA wraps the layers" in child.failing(
         "start", name="l", model=model, enable_lora=True, extra={"fallback": False}
     )

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -21,7 +22,10 @@ from wcache.engine.vllm.capture import Before
 
 
 class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
-    """vLLM's default loader; `before` and `files` are filled by `load_model`."""
+    """vLLM's default loader; `before` and `files` are filled by `load_model`.
+
+    `on_bytes` is called with the bytes of the checkpoint that have been read so far.
+    """
 
     before: Before | None = None
 
@@ -29,14 +33,24 @@ class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
         plain = dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
         super().__init__(plain)
         self.files: set[Path] = set()
+        self.on_bytes: Callable[[int], None] | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         with unpacked_linear():
-            return super().load_model(*args, **kwargs)
+            model: nn.Module = super().load_model(*args, **kwargs)
+            return model
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         self.before = Before.of(model)
         super().load_weights(model, model_config)
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        done = 0
+        for name, tensor in super().get_all_weights(model_config, model):
+            yield name, tensor
+            done += tensor.nbytes
+            if self.on_bytes is not None:
+                self.on_bytes(done)
 
     def _prepare_weights(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_weights(*args, **kwargs)

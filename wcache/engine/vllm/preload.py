@@ -15,9 +15,19 @@ from typing import Any
 
 import torch
 
-from wcache.config import Config, default_scope, runtime_dir
+from wcache.config import Config
+from wcache.engine.loader import Report, device_of
+from wcache.engine.publish import Publication, begin
+from wcache.engine.tensors import torch_device
+from wcache.engine.vllm import writeback
+from wcache.engine.vllm.disk import DiskLoader
+from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.rendezvous import meet
-from wcache.errors import ConfigError
+from wcache.engine.vllm.request import Request, prepare
+from wcache.errors import ConfigError, WcacheError
+from wcache.model import BackendName, Origin
+from wcache.protocol.connection import connect
+from wcache.protocol.messages import Progress
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +37,70 @@ _TAKEN = {
     "tensor_parallel_size": "parallel.tp_size", "pipeline_parallel_size": "parallel.pp_size",
     "data_parallel_size": "parallel.dp_size", "enable_expert_parallel": "parallel.ep_size",
 }  # fmt: skip
+
+
+def run(config: Config, rank: int, socket: Path, spec: str) -> None:
+    """Make the configured rank's shard resident. Raises WcacheError."""
+    _check(config)
+    vllm_config, device = vllm_config_of(config, rank), device_for(config, rank)
+    form_group(vllm_config, config, rank, device, socket.parent)
+    with connect(socket, role="loader", name="loader") as connection:
+        hashing = Report("identify", lambda info: connection.send(Progress(progress=info)))
+        asked = prepare(
+            vllm_config, vllm_config.model_config, config.identity, Group.world(),
+            lambda done, total: hashing(bytes_done=done, bytes_total=total),
+        )  # fmt: skip
+    if isinstance(asked, WcacheError):
+        raise asked
+    publication = begin(
+        asked.query, socket,
+        origin=Origin.PRELOAD,
+        bytes_total=asked.survey.size // (config.parallel.tp_size * config.parallel.pp_size),
+        spec=spec, name="loader", device=asked.device,
+        wait_s=config.timeouts.state_s, connect_timeout_s=config.timeouts.connect_s,
+    )  # fmt: skip
+    if publication is None:
+        log.info("already resident: nothing to read")
+        return
+    _load(vllm_config, publication, asked)
+
+
+def _load(vllm_config: Any, publication: Publication, asked: Request) -> None:
+    from vllm.config import set_current_vllm_config
+
+    disk, report = DiskLoader(vllm_config.load_config), Report("load", publication.progress)
+    disk.on_bytes = lambda done: report(bytes_done=done, bytes_total=asked.survey.size)
+    with writeback.abandoned_on_error(publication), set_current_vllm_config(vllm_config):
+        model = disk.load_model(vllm_config=vllm_config, model_config=vllm_config.model_config)
+        report.last()
+    attachment = writeback.publish(model, disk, publication, asked)
+    log.info("published %d tensors", len(attachment.manifest.tensors))
+    attachment.close()
+
+
+def _check(config: Config) -> None:
+    parallel = config.parallel
+    if parallel.ep_size not in (1, parallel.tp_size * parallel.dp_size):
+        raise ConfigError(f"parallel.ep_size {parallel.ep_size}: vLLM spreads experts over all tp x dp ranks, or none")
+    if 0 < config.load_slots < len(config.ranks):
+        raise ConfigError(
+            f"load_slots {config.load_slots}: the {len(config.ranks)} ranks of a vLLM model load together"
+        )
+
+
+def device_for(config: Config, rank: int) -> torch.device:
+    """The rank's device, made this process's current one."""
+    if config.backend is BackendName.HOST:
+        for name in ("empty_cache", "synchronize"):  # as vLLM's CPU worker does: there is no accelerator to ask
+            setattr(torch.accelerator, name, _nothing)
+        return torch.device("cpu")
+    device = torch_device(device_of(config, rank))
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def vllm_config_of(config: Config, rank: int) -> Any:
@@ -63,7 +137,7 @@ def _engine_config(config: Config, more: dict[str, Any]) -> Any:
         raise ConfigError(f"engine_args: {e}") from e
 
 
-def form_group(vllm_config: Any, config: Config, rank: int, device: torch.device) -> None:
+def form_group(vllm_config: Any, config: Config, rank: int, device: torch.device, directory: Path) -> None:
     """Initialise vLLM's process groups among the loader children of the ranks that load together."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -74,8 +148,8 @@ def form_group(vllm_config: Any, config: Config, rank: int, device: torch.device
     replica = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     size = replica * parallel.data_parallel_size
     first = 0 if parallel.data_parallel_size > 1 else placement.dp_rank * replica
-    directory = Path(config.socket_dir) if config.socket_dir else runtime_dir(default_scope())
-    address = meet(directory, rank, first, size)
+    # Whoever waits makes no progress, and a loader without progress is ended: give up first, and say for whom.
+    address = meet(directory, rank, first, size, 1.5 * config.timeouts.stall_s)
     os.environ["VLLM_DIST_IDENT"] = address.rpartition(":")[2]  # names the CPU workers' shared memory
     # Outside vLLM's configuration context: there it would take the engine's own address for data parallel groups.
     init_distributed_environment(size, rank - first, address, device.index or 0, current_platform.dist_backend)

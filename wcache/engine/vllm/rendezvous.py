@@ -18,11 +18,10 @@ import psutil
 from wcache.errors import LoaderError
 
 FILE = "vllm-rendezvous-{first}.json"
-DEADLINE_S = 300.0
 _POLL_S = 0.1
 
 
-def meet(directory: Path, rank: int, first: int, size: int, deadline_s: float = DEADLINE_S) -> str:
+def meet(directory: Path, rank: int, first: int, size: int, deadline_s: float) -> str:
     """The address (`tcp://127.0.0.1:PORT`) where the group forms. Raises LoaderError when the first rank is absent."""
     if size == 1:
         return _address(_free_port())

@@ -2,7 +2,7 @@
 """What an engine asks its rank for: the identity of the checkpoint that vLLM would read, and the layout key.
 
 Runs in the engine and in the preload. An unchanged checkpoint is recognised without opening one of its files; one that
-is not known is hashed once, by the engine's leading rank first, so that the others find its digests in the store.
+is not known is hashed once, whichever ranks and engines ask for it at the same time.
 `unchanged` must hold again after a load from disk: only then are the bytes in memory those that were identified.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from wcache.weights.checkpoint import Survey, survey
 from wcache.weights.identity import identify, open_store, recognise, stamps_id
 
 log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +50,26 @@ class Request:
             return False
 
 
-def prepare(vllm_config: Any, model_config: Any, policy: IdentityPolicy, group: Group) -> Request | WcacheError:
-    """What this rank asks for, or why the whole engine asks for nothing. Collective: every rank calls it."""
-    request: Request | WcacheError | None = None
-    for turn in (group.leads, not group.leads):
-        if turn:
-            request = _prepare(vllm_config, model_config, policy)
-        group.gather([0])  # the leader's digests are in the store before the others look
-    assert request is not None
-    return _agree(request, group)
+def prepare(
+    vllm_config: Any, model_config: Any, policy: IdentityPolicy, group: Group, progress: Progress | None = None
+) -> Request | WcacheError:
+    """What this rank asks for, or why the whole engine asks for nothing. Collective: every rank calls it.
+
+    `progress`: called with bytes done and in total while files are hashed; ranks of a host share that work.
+    """
+    return _agree(_prepare(vllm_config, model_config, policy, progress), group)
 
 
-def _prepare(vllm_config: Any, model_config: Any, policy: IdentityPolicy) -> Request | WcacheError:
+def _prepare(
+    vllm_config: Any, model_config: Any, policy: IdentityPolicy, progress: Progress | None
+) -> Request | WcacheError:
     start = time.perf_counter()
     try:
         support.check(vllm_config, model_config)
         place = here(vllm_config)
         layout = layout_key(vllm_config, model_config, place)
         found = survey(checkpoint_directory(vllm_config, model_config))
-        content = _content(found, policy)
+        content = _content(found, policy, progress)
     except WcacheError as e:
         return e
     query = Query(layout=layout, model=str(model_config.model), content=content, source=stamps_id(found), policy=policy)
@@ -73,12 +77,13 @@ def _prepare(vllm_config: Any, model_config: Any, policy: IdentityPolicy) -> Req
     return Request(query, found, place, rank, device_name(), time.perf_counter() - start)
 
 
-def _content(found: Survey, policy: IdentityPolicy) -> str | None:
-    with open_store(config.state_dir(config.default_scope())) as store:
+def _content(found: Survey, policy: IdentityPolicy, progress: Progress | None) -> str | None:
+    scope = config.default_scope()
+    with open_store(config.state_dir_of(config.load_or_default(scope), scope)) as store:
         known = recognise(found, store, policy)
         if known.content is None and policy is not IdentityPolicy.TRUST:
             log.info("wcache: %s is not known yet, hashing %d files once", found.directory, len(known.unknown))
-            known = identify(found, store, policy)
+            known = identify(found, store, policy, progress=progress)
         return known.content
 
 
