@@ -101,7 +101,7 @@ class Bench:
         self._short = tempfile.mkdtemp(prefix="wc-")
         self.manager = Manager(Path(self._short) / "notify")
         config = {"backend": "cuda", "devices": [self.gpu]}
-        path = os.pathsep.join(sys.path[:3])
+        path = os.pathsep.join([*sys.path[:3], os.environ.get("PYTHONPATH", "")])
         self.daemon = Daemon(Path(self._short), config=config, manager=self.manager, environment={"PYTHONPATH": path})
 
     def close(self) -> None:
@@ -435,6 +435,13 @@ def stray(b: Bench) -> None:
     show("5. A stray kernel write in one engine", ["", ""], rows)
 
 
+def driver_version() -> str:
+    """As the kernel module says it."""
+    with contextlib.suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    return "unknown"
+
+
 SECTIONS = {"attach": attach, "memory": memory, "load": load, "restore": restore, "stray": stray}
 
 
@@ -448,11 +455,7 @@ def main() -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="wcache-bench-", dir=options.directory) as name:
         bench = Bench(Path(name), options.quick)
-        driver = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, check=False,
-        ).stdout.strip()  # fmt: skip
-        console.print(f"{bench.name}, driver {driver}, kernel {os.uname().release}, {os.cpu_count()} cores")
+        console.print(f"{bench.name}, driver {driver_version()}, kernel {os.uname().release}, {os.cpu_count()} cores")
         bench.daemon.start()
         try:
             for section in options.only.split(","):
