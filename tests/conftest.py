@@ -72,7 +72,7 @@ def _mapped_memfds() -> Iterator[str]:
 
 def _name(child: psutil.Process) -> str:
     try:
-        return f"{child.name()} ({child.status()})"
+        return child.name()
     except psutil.NoSuchProcess:
         return "(gone)"
 
