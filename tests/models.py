@@ -85,14 +85,6 @@ def skeleton(directory: Path) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def rotary(model: nn.Module) -> None:
-    """Compute what no checkpoint carries: the rotary tables, by building that one submodule again on the CPU."""
-    for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, type(module)(config=module.config))
-
-
 def greedy(model: nn.Module, steps: int = 12) -> list[int]:
     ids = torch.tensor([[1, 5, 9, 200, 31]])
     model.eval()
@@ -108,4 +100,4 @@ def disk_tokens(directory: Path) -> list[int]:
 def engine(directory: Path, **options: Any) -> tuple[nn.Module, wcache.Attachment]:
     """A plain Transformers model filled by wcache."""
     model = skeleton(directory)
-    return model, wcache.load_into(model, directory, init=rotary, **options)
+    return model, wcache.load_into(model, directory, init=wcache.init_buffers, **options)

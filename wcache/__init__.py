@@ -16,7 +16,9 @@ from wcache.errors import Miss, StructureError, WcacheError
 
 if TYPE_CHECKING:
     from wcache.engine.attach import attach, load_into, publish
+    from wcache.engine.cached import cached
     from wcache.engine.client import Attachment
+    from wcache.engine.module import init_buffers
 
 __version__ = "0.1.0"
 
@@ -27,6 +29,8 @@ __all__ = [
     "WcacheError",
     "__version__",
     "attach",
+    "cached",
+    "init_buffers",
     "load_into",
     "publish",
 ]
@@ -34,12 +38,16 @@ __all__ = [
 _HOMES = {
     "Attachment": "wcache.engine.client",
     "attach": "wcache.engine.attach",
+    "cached": "wcache.engine.cached",
+    "init_buffers": "wcache.engine.module",
     "load_into": "wcache.engine.attach",
     "publish": "wcache.engine.attach",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "transformers":  # a module of ours that needs no import of its own
+        return import_module("wcache.transformers")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -291,7 +291,7 @@ def test_a_module_that_differs_is_refused_with_every_difference(
     model = models.skeleton(directory)
     model.model.norm = torch.nn.LayerNorm(63, device="meta", dtype=torch.float32)
     with pytest.raises(StructureError) as e:
-        wcache.load_into(model, directory, socket_dir=daemon.socket_dir, init=models.rotary)
+        wcache.load_into(model, directory, socket_dir=daemon.socket_dir, init=wcache.init_buffers)
     text = " ".join(e.value.differences)
     assert "model.norm.weight: shape (63,) in the module, (64,) in the shard" in text
     assert "model.norm.weight: torch.float32 in the module, torch.bfloat16 in the shard" in text
@@ -303,7 +303,7 @@ def test_a_buffer_that_nobody_computes_is_an_error_that_names_it(
     preloaded: Callable[[str], tuple[Daemon, Path]],
 ) -> None:
     daemon, directory = preloaded("llama")
-    with pytest.raises(StructureError, match="inv_freq: still on the meta device"):
+    with pytest.raises(StructureError, match="inv_freq: would stay on the meta device"):
         wcache.load_into(models.skeleton(directory), directory, socket_dir=daemon.socket_dir)
 
 
@@ -324,11 +324,10 @@ def test_what_an_engine_publishes_comes_back_exactly(
 ) -> None:
     directory = checkpoints("llama")
     state = _state(data)
-    written = wcache.publish(state, directory, socket_dir=daemon.socket_dir, name="hypothesis")
+    written = wcache.publish(state, directory, socket_dir=daemon.socket_dir, layout=OWN_LAYOUT)
     assert written is not None
-    with attaching.host_store() as store:
-        query = attaching.prepare(str(directory), None, store).query()
-    with attach_shard(query, daemon.path) as attachment:
+    with wcache.attach(directory, socket_dir=daemon.socket_dir, layout=OWN_LAYOUT) as attachment:
+        assert attachment.source == "cache"
         mine = attachment.tensors
         assert mine.keys() == state.keys()
         for name, tensor in state.items():
@@ -349,6 +348,7 @@ def test_what_an_engine_publishes_comes_back_exactly(
         connection.ask(Evict(), Evicted)
 
 
+OWN_LAYOUT = LayoutKey(engine="test", engine_version="1", architecture="any", dtype="any")
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.complex64]
 
 
@@ -387,6 +387,89 @@ def test_a_live_module_moves_onto_the_published_memory(daemon: Daemon, checkpoin
     other, held_too = models.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
     assert models.greedy(other) == before
     held_too.close()
+    attachment.close()
+
+
+def test_other_weights_are_not_published_under_a_checkpoints_name(
+    daemon: Daemon, checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Random weights, another model's, trained ones, a wrong shape, a missing tensor: refused, nothing is resident."""
+    directory = checkpoints("llama")
+    right = models.tensors_of(directory)
+    other = models.tensors_of(models.make("llama", tmp_path / "other", seed=5))
+    trained = {**right, "model.norm.weight": right["model.norm.weight"] + 1}
+    wrong_shape = {**right, "model.norm.weight": torch.ones(63, dtype=torch.bfloat16)}
+    missing = {n: t for n, t in right.items() if n != "model.norm.weight"}
+    for state, text in (
+        (other, "other bytes than in the checkpoint"),
+        (trained, "model.norm.weight: other bytes"),
+        (wrong_shape, "model.norm.weight: shape"),
+        (missing, "model.norm.weight: in the checkpoint, not in what is to be published"),
+        ({**right, "extra": torch.ones(3)}, "extra: not in the checkpoint"),
+        ({**right, "lm_head.weight": right["lm_head.weight"].float()}, "lm_head.weight: float32, bfloat16"),
+    ):
+        with pytest.raises(wcache.WcacheError, match=text):
+            wcache.publish(state, directory, socket_dir=daemon.socket_dir)
+    assert daemon.status().shards == ()
+    held_here = wcache.publish(right, directory, socket_dir=daemon.socket_dir)
+    assert held_here is not None
+    held_here.close()
+    with wcache.attach(directory, socket_dir=daemon.socket_dir, fallback=False) as attachment:
+        assert attachment.source == "cache"
+
+
+def test_an_engines_own_layout_brings_back_buffers_and_declared_attributes(
+    daemon: Daemon, checkpoints: Callable[[str], Path]
+) -> None:
+    directory = checkpoints("llama")
+    module = _WithState().requires_grad_(False)
+    module.inner.scale = 0.125
+    written = wcache.publish(
+        module, directory, socket_dir=daemon.socket_dir, layout=OWN_LAYOUT, attributes=["inner.scale", "table"]
+    )
+    with torch.device("meta"):
+        other = _WithState()
+    attachment = wcache.load_into(other, directory, socket_dir=daemon.socket_dir, layout=OWN_LAYOUT)
+    x = torch.rand(2, 4)
+    assert torch.equal(other(x), module(x))
+    assert other.state_dict().keys() == module.state_dict().keys()
+    assert other.inner.scale == 0.125
+    assert other.mask.data_ptr() not in {t.data_ptr() for t in attachment.tensors.values()}, "a buffer is private"
+    assert written is not None
+    written.close()
+    attachment.close()
+
+
+class _WithState(torch.nn.Module):
+    """A parameter, a non-persistent buffer, a bare tensor and a plain value that decide the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.inner.scale = 1.0
+        self.register_buffer("mask", torch.rand(4), persistent=False)
+        self.table = torch.rand(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.inner.scale * self.mask + self.table
+
+
+def test_shared_weights_are_not_for_training(preloaded: Callable[[str], tuple[Daemon, Path]]) -> None:
+    daemon, directory = preloaded("llama")
+    options: dict[str, Any] = {"socket_dir": daemon.socket_dir, "fallback": False, "requires_grad": True}
+    with pytest.raises(StructureError, match="cannot be trained"):
+        models.engine(directory, **options)
+    model, attachment = models.engine(directory, mode="copy", **options)
+    assert all(p.requires_grad for p in model.parameters())
+    attachment.close()
+
+
+def test_the_phases_of_an_attach_sum_to_its_total(preloaded: Callable[[str], tuple[Daemon, Path]]) -> None:
+    daemon, directory = preloaded("llama")
+    _, attachment = models.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
+    phases = dict(attachment.timing)
+    assert phases.pop("total") == pytest.approx(sum(phases.values()))
+    assert phases.keys() == {"identify", "connect", "verify", "map", "bind"}
     attachment.close()
 
 

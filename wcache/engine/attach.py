@@ -8,52 +8,27 @@ it is a typed miss. Of two engines that start cold together one reads the disk, 
 
 from __future__ import annotations
 
-import logging
 import os
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from wcache import config
-from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S, Scope
-from wcache.engine import cold, module
-from wcache.engine.client import DISK, Attachment, as_miss, attach_shard, map_segments
-from wcache.engine.entries import check
-from wcache.engine.publish import Publication, begin, module_entries, state_entries
-from wcache.engine.request import Request, prepare
-from wcache.engine.tensors import gpu_uuid
-from wcache.errors import Busy, ConfigError, Miss, PublishError, WcacheError
-from wcache.log import MISSED, fields
-from wcache.model import CPU, BackendName, IdentityPolicy, MissReason, Mode, Origin, Placement, Sizes
-from wcache.protocol.connection import socket_path as path_of
-from wcache.weights.digests import DigestStore
-from wcache.weights.fingerprint import Fingerprint
-from wcache.weights.identity import open_store
-from wcache.weights.manifest import VERSION, Manifest
-from wcache.weights.segment import Backend, open_backend
-
-log = logging.getLogger(__name__)
-
-_ROUNDS = 4  # of ask, wait for another writer, ask again
-# A rank that answers so may still take what this engine loads.
-_PUBLISHABLE = frozenset({
-    MissReason.EMPTY, MissReason.LOADING, MissReason.CONTENT, MissReason.LAYOUT, MissReason.QUARANTINED,
-})  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Where:
-    """Which rank is asked, and how long for."""
-
-    path: Path
-    name: str
-    device: str | None
-    connect_timeout_s: float
-    state_timeout_s: float
+from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
+from wcache.engine import module
+from wcache.engine.claim import claimed
+from wcache.engine.client import Attachment, as_miss
+from wcache.engine.entries import check, module_entries, plain_attributes, state_entries
+from wcache.engine.options import default_socket_dir as default_socket_dir
+from wcache.engine.options import device_of, device_option, dtype_option, host_store, where
+from wcache.engine.publish import begin
+from wcache.engine.request import prepare
+from wcache.engine.start import Start, take_copy
+from wcache.engine.timing import Stopwatch
+from wcache.errors import Miss, OutOfMemory, StructureError
+from wcache.model import IdentityPolicy, Kind, Mode, Placement, Sizes
+from wcache.weights.fingerprint import LayoutKey
 
 
 def attach(
@@ -67,11 +42,12 @@ def attach(
     dtype: str | torch.dtype = "auto",
     plan: str | None = None,
     revision: str | None = None,
+    layout: LayoutKey | None = None,
     mode: Mode | str = Mode.ZERO_COPY,
     fallback: bool = True,
     publish: bool = True,
     identity: IdentityPolicy | str = IdentityPolicy.CONTENT,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     socket_dir: str | os.PathLike[str] | None = None,
     socket_path: str | os.PathLike[str] | None = None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
@@ -82,38 +58,52 @@ def attach(
 
     `rank` counts over the group (tp fastest, then pp, then dp). `dtype`: "auto" as in the checkpoint, else every
     floating tensor is cast to it. `plan`: a sharding plan's name or path where the architecture has none built in.
-    `mode` "copy": private memory, and the cache is freed if nobody else holds it. `fallback` False: a miss raises.
-    `publish` False: what was loaded from disk is not offered to the rank. `device`: "cpu", "cuda:N" or a GPU's UUID;
-    by default wherever the rank has its weights. `state_timeout_s`: how long to wait for a load that is under way.
+    `layout`: ask for what an engine published under a layout of its own; nothing can be loaded in its place, so that a
+    miss raises. `mode` "copy": private memory, and the cache is freed if nobody else holds it. `fallback` False: a miss
+    raises. `publish` False: what was loaded from disk is not offered to the rank. `device`: "cpu", "cuda:N" or a GPU's
+    UUID; by default wherever the rank has its weights. `state_timeout_s`: how long to wait for a load under way.
     The result's `tensors` maps every name to a tensor that stays valid as long as it is referenced.
-    Raises CheckpointError, PlanError, ConfigError for bad input, Miss only without `fallback`.
+    Raises CheckpointError, PlanError, ConfigError for bad input, Miss only without `fallback` (or with `layout`).
     """
-    placement = Placement(Sizes(tp_size, pp_size, dp_size, ep_size), rank)
-    where = _Where(
-        _socket(rank, socket_dir, socket_path),
-        name or f"{Path(model).name} pid {os.getpid()}",
-        _device(device),
-        connect_timeout_s,
-        state_timeout_s,
-    )
+    watch = Stopwatch()
+    place = where(
+        model, rank, socket_dir=socket_dir, path=socket_path, name=name, device=device_option(device),
+        connect_timeout_s=connect_timeout_s, state_timeout_s=state_timeout_s,
+    )  # fmt: skip
     wanted = Mode(mode)
     with host_store() as store:
-        start = time.perf_counter()
         request = prepare(
             os.fspath(model),
-            placement,
+            Placement(Sizes(tp_size, pp_size, dp_size, ep_size), rank),
             store,
-            dtype=_dtype(dtype),
+            dtype=dtype_option(dtype),
             plan=plan,
             revision=revision,
             policy=IdentityPolicy(identity),
         )
-        held = _attach(request, store, where, wanted, fallback=fallback, publish=publish)
-    if wanted is Mode.COPY:
-        _take_copy(held)
-    held.timing["total"] = time.perf_counter() - start
-    held.timing["identify"] = held.timing["total"] - sum(v for k, v in held.timing.items() if k != "total")
+        if layout is not None:
+            request = replace(request, layout=layout)
+        watch.lap("identify")
+        start = Start(request, store, place, wanted, publish, watch)
+        held = start.from_cache_or_disk() if fallback and layout is None else _hit(start.from_cache())
+    try:
+        if wanted is Mode.COPY:
+            take_copy(held)
+        _ = held.tensors
+    except BaseException as e:
+        held.close()
+        if isinstance(e, OutOfMemory):
+            raise as_miss(e) from e
+        raise
+    watch.lap("copy" if wanted is Mode.COPY else "bind")
+    held.timing = watch.timing()
     return held
+
+
+def _hit(found: Attachment | Miss) -> Attachment:
+    if isinstance(found, Miss):
+        raise found
+    return found
 
 
 def load_into(
@@ -121,24 +111,39 @@ def load_into(
     model: str | os.PathLike[str],
     *,
     init: Callable[[nn.Module], object] | None = None,
+    requires_grad: bool = False,
     **options: object,
 ) -> Attachment:
     """Fill a module that was built on the meta device; options as for `attach`.
 
     Parameters stand on the shared memory and do not require grad; buffers are private. `init(module)` computes buffers
-    that no checkpoint carries. Raises StructureError naming every difference: nothing is bound then.
+    that no checkpoint carries; `wcache.init_buffers` does for Transformers' modules. `requires_grad`: only in copy
+    mode, because shared weights cannot be trained.
+    Raises StructureError naming every difference (nothing is bound then), and whatever `attach` raises.
     """
+    if requires_grad and Mode(str(options.get("mode", Mode.ZERO_COPY))) is not Mode.COPY:
+        raise StructureError(
+            "parameters on shared memory cannot be trained",
+            hint="mode='copy' gives this process weights of its own; or leave requires_grad off",
+        )
     held = attach(model, **options)  # type: ignore[arg-type]
+    watch = Stopwatch()
     try:
-        module.fill(target, held.tensors, init=init)
+        attributes = dict(held.manifest.attributes)
+        kinds = {name: t.kind for t in held.manifest.tensors for name in t.names}
+        tensors = {n: t for n, t in held.tensors.items() if kinds[n] is not Kind.ATTRIBUTE}
+        attributes |= {n: t for n, t in held.tensors.items() if kinds[n] is Kind.ATTRIBUTE}
+        module.fill(target, tensors, init=init, attributes=attributes, requires_grad=requires_grad)
     except BaseException:
         held.close()
         raise
+    watch.lap("bind")
+    held.add_time(watch)
     return held
 
 
 def publish(
-    source: nn.Module | dict[str, torch.Tensor],
+    source: nn.Module | Mapping[str, torch.Tensor],
     model: str | os.PathLike[str],
     *,
     rank: int = 0,
@@ -149,9 +154,10 @@ def publish(
     dtype: str | torch.dtype = "auto",
     plan: str | None = None,
     revision: str | None = None,
+    layout: LayoutKey | None = None,
     identity: IdentityPolicy | str = IdentityPolicy.CONTENT,
     repoint: bool = False,
-    attributes: dict[str, object] | None = None,
+    attributes: Collection[str] = (),
     socket_dir: str | os.PathLike[str] | None = None,
     socket_path: str | os.PathLike[str] | None = None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
@@ -160,227 +166,46 @@ def publish(
 ) -> Attachment | None:
     """Give a rank what this engine loaded itself from the checkpoint `model`; None: it was resident already.
 
-    `repoint`: the module's parameters move onto the shared memory and their own memory is freed. `attributes`: plain
-    values that belong to the weights. The weights must be those of the checkpoint at `rank`'s placement: the identity
-    is the checkpoint's. Raises PublishError, Busy, Denied, Unavailable.
+    Without `layout` it must be what the checkpoint says at `rank`'s placement (names, shapes, dtypes are compared, and
+    samples of the bytes); then any `attach` of the checkpoint can have it. With a `layout` of the caller's own,
+    anything that the engine made of the checkpoint can be published, non-persistent buffers and the module's declared
+    `attributes` (dotted names; tensors or plain values) included; `attach` and `load_into` with that layout have it.
+    `repoint`: the module's parameters move onto the published memory and their own is freed.
+    Raises PublishError, Busy, Denied, Unavailable, CheckpointError.
     """
-    placement = Placement(Sizes(tp_size, pp_size, dp_size, ep_size), rank)
-    path = _socket(rank, socket_dir, socket_path)
-    entries = module_entries(source) if isinstance(source, nn.Module) else state_entries(source)
+    if isinstance(source, nn.Module):
+        entries, plain = module_entries(source, attributes), plain_attributes(source, attributes)
+    else:
+        entries, plain = state_entries(source), {}
     check(entries, repoint=repoint)
+    place = where(
+        model, rank, socket_dir=socket_dir, path=socket_path, name=name,
+        device=device_of(entries[0].tensor) if entries else None,
+        connect_timeout_s=connect_timeout_s, state_timeout_s=state_timeout_s,
+    )  # fmt: skip
     with host_store() as store:
         request = prepare(
             os.fspath(model),
-            placement,
+            Placement(Sizes(tp_size, pp_size, dp_size, ep_size), rank),
             store,
-            dtype=_dtype(dtype),
+            dtype=dtype_option(dtype),
             plan=plan,
             revision=revision,
             policy=IdentityPolicy(identity),
         ).identified(store)
+    if layout is None:
+        entries = claimed(entries, request)
+    else:
+        request = replace(request, layout=layout)
     publication = begin(
         request.query(),
-        path,
+        place.path,
         bytes_total=sum(e.tensor.nbytes for e in entries),
-        name=name or f"{Path(model).name} pid {os.getpid()}",
-        device=_device_of(entries[0].tensor) if entries else None,
-        wait_s=state_timeout_s,
-        connect_timeout_s=connect_timeout_s,
+        name=place.name,
+        device=place.device,
+        wait_s=place.left_s,
+        connect_timeout_s=place.connect_timeout_s,
     )
     if publication is None:
         return None
-    return publication.write(entries, repoint=repoint, attributes=attributes)
-
-
-# --- the two ways to a shard ------------------------------------------------------------------------------------------
-
-
-def _attach(
-    request: Request, store: DigestStore, where: _Where, mode: Mode, *, fallback: bool, publish: bool
-) -> Attachment:
-    """Attach; on a miss load from disk, or wait for whoever does. Raises Miss without `fallback`."""
-    miss: Miss | None = None
-    for _ in range(_ROUNDS):
-        request, found = _ask(request, store, where, mode, hash_first=not fallback)
-        if isinstance(found, Attachment):
-            return found
-        miss = found
-        if not fallback:
-            raise miss
-        publication: Publication | None = None
-        if publish and mode is Mode.ZERO_COPY and miss.reason in _PUBLISHABLE:
-            try:
-                publication = _begin(request, where)
-            except Busy:
-                continue  # somebody else is at it: ask again, which waits for them
-            except WcacheError as e:
-                log.warning("this start will not be published: %s", e)
-            else:
-                if publication is None:
-                    continue  # resident since we asked
-        return _from_disk(request, store, where, miss, publication)
-    raise miss or Miss(MissReason.BUSY, f"{where.path}: others kept publishing")
-
-
-def _ask(
-    request: Request, store: DigestStore, where: _Where, mode: Mode, *, hash_first: bool
-) -> tuple[Request, Attachment | Miss]:
-    """Ask the rank. A checkpoint that is not recognised is hashed only if something is there that it could match."""
-    found = _attach_once(request, where, mode)
-    if isinstance(found, Attachment) or request.content is not None:
-        return request, found
-    request = request.recognised(store)
-    nothing_there = found.reason in (MissReason.EMPTY, MissReason.NO_DAEMON, MissReason.DENIED)
-    if request.content is None and (nothing_there and not hash_first):
-        return request, found
-    if request.content is None and not nothing_there:
-        request = request.identified(store)
-    return (request, _attach_once(request, where, mode)) if request.content is not None else (request, found)
-
-
-def _attach_once(request: Request, where: _Where, mode: Mode) -> Attachment | Miss:
-    try:
-        held = attach_shard(
-            request.query(),
-            where.path,
-            mode=mode,
-            wait_s=where.state_timeout_s,
-            connect_timeout_s=where.connect_timeout_s,
-            name=where.name,
-            device=where.device,
-        )
-    except WcacheError as e:
-        return as_miss(e)
-    log.info(
-        "Mapped %d tensors from the weight cache daemon (%s mode)", len(held.manifest.tensors), mode,
-        extra=fields(WCACHE_RANK=held.manifest.rank, WCACHE_FINGERPRINT=held.manifest.fingerprint.id),
-    )  # fmt: skip
-    return held
-
-
-def _begin(request: Request, where: _Where) -> Publication | None:
-    return begin(
-        request.query(),
-        where.path,
-        bytes_total=request.survey.size // (request.placement.sizes.tp * request.placement.sizes.pp),
-        name=where.name,
-        device=where.device,
-        connect_timeout_s=where.connect_timeout_s,
-    )
-
-
-def _from_disk(
-    request: Request, store: DigestStore, where: _Where, miss: Miss, publication: Publication | None
-) -> Attachment:
-    """Load from disk, and publish if we may; a publication that fails costs the next start, not this one."""
-    log.warning(
-        "Weight cache unusable (%s); falling back to disk loading", f"{miss.reason}: {miss}",
-        extra=fields(MESSAGE_ID=MISSED, WCACHE_REASON=miss.reason),
-    )  # fmt: skip
-    start = time.perf_counter()
-    try:
-        backend = publication.backend if publication is not None else _own_backend(where.device)
-        loaded = cold.read(request, store, backend)
-    except BaseException as e:
-        if publication is not None:
-            publication.abort(f"{type(e).__name__}: {e}")
-        raise
-    try:
-        held: Attachment | None = None
-        if publication is not None:
-            try:
-                held = publication.commit(
-                    backend, loaded.fds, loaded.specs, loaded.storages, loaded.tensors, content=loaded.content
-                )
-            except WcacheError as e:
-                log.warning("not published: %s", e)
-        if held is None:
-            held = _private(request, backend.name, backend.device, loaded)
-    finally:
-        loaded.close()
-    held.source, held.miss = DISK, miss
-    held.timing["load"] = time.perf_counter() - start
-    return held
-
-
-def _private(request: Request, backend: BackendName, device: str, loaded: cold.Cold) -> Attachment:
-    """What was loaded, mapped by this process alone."""
-    manifest = Manifest(
-        version=VERSION,
-        fingerprint=Fingerprint(loaded.content, request.layout),
-        rank=request.placement.rank,
-        backend=backend,
-        device=device,
-        origin=Origin.ENGINE,
-        model=request.model,
-        created=time.time(),
-        segments=loaded.specs,
-        storages=loaded.storages,
-        tensors=loaded.tensors,
-    )
-    return Attachment(manifest, map_segments(manifest, loaded.fds), None, source=DISK)
-
-
-def _take_copy(held: Attachment) -> None:
-    """Copy mode: private memory now, and the cache is freed unless somebody else holds it."""
-    start = time.perf_counter()
-    held.mode = Mode.COPY
-    _ = held.tensors
-    released = held.release(evict=True)
-    if released is not None:
-        what = "freed" if released.evicted else f"kept: {released.holders} other engines hold it"
-        log.info("the weight cache was copied; the shard is %s", what)
-    held.timing["copy"] = time.perf_counter() - start
-
-
-# --- options ----------------------------------------------------------------------------------------------------------
-
-
-def _socket(rank: int, directory: str | os.PathLike[str] | None, path: str | os.PathLike[str] | None) -> Path:
-    if path is not None:
-        if directory is not None:
-            raise ConfigError("socket_dir and socket_path exclude each other")
-        return Path(path)
-    return path_of(Path(directory) if directory is not None else default_socket_dir(), rank)
-
-
-def host_store() -> DigestStore:
-    """The digest store that this host's ranks use, as far as wcache.toml says."""
-    scope = config.default_scope()
-    return open_store(config.state_dir_of(config.load_or_default(scope), scope))
-
-
-def default_socket_dir() -> Path:
-    """Where ranks listen: as wcache.toml says, else the user's own agent's directory, else the system's."""
-    scope = config.default_scope()
-    host = config.load_or_default(scope)
-    if host.socket_dir is not None:
-        return Path(host.socket_dir)
-    own = config.runtime_dir(scope)
-    return own if own.is_dir() else config.runtime_dir(Scope.SYSTEM)
-
-
-def _dtype(dtype: str | torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _device(device: str | None) -> str | None:
-    """ "cpu" or a GPU's UUID, from what torch would call it."""
-    if device is None or device == CPU or device.startswith(("GPU-", "MIG-")):
-        return device
-    where = torch.device(device)
-    if where.type != "cuda":
-        raise ConfigError(f"device {device!r}: cpu, cuda:N or a GPU's UUID is expected")
-    return gpu_uuid(where.index if where.index is not None else torch.cuda.current_device())
-
-
-def _device_of(tensor: torch.Tensor) -> str:
-    if tensor.device.type == CPU:
-        return CPU
-    if tensor.device.type != "cuda":
-        raise PublishError(f"tensors on {tensor.device} cannot be shared")
-    return gpu_uuid(tensor.device.index)
-
-
-def _own_backend(device: str | None) -> Backend:
-    return open_backend(BackendName.HOST if device in (None, CPU) else BackendName.CUDA, device or CPU)
+    return publication.write(entries, repoint=repoint, attributes=plain)

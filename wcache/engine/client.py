@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +21,9 @@ import torch
 from wcache.config import CONNECT_TIMEOUT_S
 from wcache.engine import tensors as wrapping
 from wcache.engine.lease import Lease
+from wcache.engine.timing import TOTAL, Stopwatch
 from wcache.errors import (
+    BackendError,
     Busy,
     ConnectionClosed,
     DeadlineExceeded,
@@ -40,6 +41,7 @@ from wcache.host.fds import OwnedFd, close_all, is_sealed
 from wcache.model import BackendName, MissReason, Mode
 from wcache.protocol.connection import connect
 from wcache.protocol.messages import Attach, Hit, Pending, Query, Released
+from wcache.weights.fingerprint import layout_id
 from wcache.weights.manifest import Manifest, decode
 from wcache.weights.segment import Access, Mapping, open_backend
 
@@ -57,6 +59,7 @@ _REASONS: tuple[tuple[type[WcacheError], MissReason], ...] = (
     (DeadlineExceeded, MissReason.DEADLINE),
     (OutOfMemory, MissReason.OUT_OF_MEMORY),
     (StructureError, MissReason.STRUCTURE),
+    (BackendError, MissReason.UNSUPPORTED),  # behind DeviceMismatch, which is one
 )
 
 
@@ -65,7 +68,7 @@ class Attachment:
     """A shard in this process.
 
     `source`: "cache" (mapped from a rank) or "disk" (loaded here after a miss; `miss` says why). `lease` is None when
-    no daemon knows of this attachment. `timing`: seconds by phase.
+    no daemon knows of this attachment. `timing`: seconds by phase, "total" is their sum.
     """
 
     manifest: Manifest
@@ -87,6 +90,16 @@ class Attachment:
             make = wrapping.wrap if self.mode is Mode.ZERO_COPY else wrapping.copy
             self._tensors = make(self.manifest, self.mapping)
         return self._tensors
+
+    def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
+        """These are the tensors from now on."""
+        self._tensors = tensors
+
+    def add_time(self, watch: Stopwatch) -> None:
+        """Add phases that came later."""
+        for phase, seconds in watch.phases.items():
+            self.timing[phase] = self.timing.get(phase, 0.0) + seconds
+        self.timing[TOTAL] = sum(v for k, v in self.timing.items() if k != TOTAL)
 
     def release(self, *, evict: bool) -> Released | None:
         """End the lease and say what became of the shard; tensors in private memory stay."""
@@ -126,6 +139,7 @@ def attach_shard(
     device: str | None = None,
     access: Access | None = None,
     on_pending: Callable[[Pending], None] | None = None,
+    watch: Stopwatch | None = None,
 ) -> Attachment:
     """Attach the shard that `query` names. `wait_s`: how long to wait for a publication in progress.
 
@@ -133,23 +147,29 @@ def attach_shard(
     Access; by default private pages on the host, read-only on a GPU.
     Raises Miss, Unavailable, Denied, ProtocolError, ManifestError, SegmentError, BackendError; nothing leaks.
     """
-    start = time.perf_counter()
+    watch = watch or Stopwatch()
     name = name or f"pid {os.getpid()}"
     with ExitStack() as unwind:
         connection = connect(socket_path, role="engine", name=name, device=device, timeout_s=connect_timeout_s)
         unwind.callback(connection.close)
         hit, manifest_fd, fds = connection.attach(Attach(query=query, mode=mode, wait_s=wait_s), on_pending=on_pending)
-        asked = time.perf_counter()
+        watch.lap("connect")
         try:
             manifest = _read_manifest(manifest_fd, hit, query)
+            watch.lap("verify")
             mapping = map_segments(manifest, fds, access)
         finally:
             close_all([manifest_fd, *fds])
         lease = Lease(connection, hit.fingerprint, hit.generation, mode, name, device=device)
-        lease.bind(mapping.memory(i) for i in range(len(manifest.segments)))
+        lease.bind(lent(mapping, manifest))
         unwind.pop_all()
-    timing = {"connect": asked - start, "map": time.perf_counter() - asked}
-    return Attachment(manifest, mapping, lease, mode, timing=timing)
+    watch.lap("map")
+    return Attachment(manifest, mapping, lease, mode, timing=watch.timing())
+
+
+def lent(mapping: Mapping, manifest: Manifest) -> list[object]:
+    """What a lease lasts as long as: the memory, or the mapping itself where there is no memory."""
+    return [mapping.memory(i) for i in range(len(manifest.segments))] or [mapping]
 
 
 def map_segments(manifest: Manifest, fds: list[OwnedFd], access: Access | None = None) -> Mapping:
@@ -173,12 +193,16 @@ def _read_manifest(fd: OwnedFd, hit: Hit, query: Query) -> Manifest:
         raise ProtocolError("the manifest is not the one of the shard that was announced")
     if query.content is not None and manifest.fingerprint.content != query.content:
         raise ProtocolError(f"asked for content {query.content}, got {manifest.fingerprint.content}")
+    if layout_id(manifest.fingerprint.layout) != layout_id(query.layout):
+        raise ProtocolError("the shard's layout is not the one that was asked for")
     return manifest
 
 
-def as_miss(error: WcacheError) -> Miss:
+def as_miss(error: WcacheError | OSError) -> Miss:
     """Any failure of the cache as the typed miss that an engine reports."""
     if isinstance(error, Miss):
         return error
+    if isinstance(error, OSError):  # no descriptor left, no address space left: this process, not the protocol
+        return Miss(MissReason.UNSUPPORTED, f"{type(error).__name__}: {error}")
     reason = next((r for kind, r in _REASONS if isinstance(error, kind)), MissReason.PROTOCOL)
     return Miss(reason, error.message, hint=error.hint)

@@ -20,17 +20,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from wcache import __version__
 from wcache.config import CONNECT_TIMEOUT_S
-from wcache.engine.client import DISK, Attachment, default_access, map_segments
+from wcache.engine.client import DISK, Attachment, default_access, lent, map_segments
 from wcache.engine.entries import Block, Entry, blocks, check
 from wcache.engine.lease import Lease
 from wcache.engine.tensors import bytes_tensor, dtype_name
 from wcache.errors import ProtocolError, PublishError, WcacheError
 from wcache.host.fds import MAX_FDS_PER_RECORD, OwnedFd, close_all, sealed_memfd
-from wcache.model import BackendName, Kind, Mode, Origin
+from wcache.model import BackendName, Mode, Origin
 from wcache.protocol.connection import Connection, connect
 from wcache.protocol.messages import (
     Committed,
@@ -50,7 +49,7 @@ from wcache.protocol.messages import (
 from wcache.weights.fingerprint import Fingerprint
 from wcache.weights.layout import pack
 from wcache.weights.manifest import VERSION, Manifest, SegmentSpec, StorageSpec, TensorSpec, encode
-from wcache.weights.segment import Backend, Mapping, open_backend
+from wcache.weights.segment import Backend, open_backend
 
 log = logging.getLogger(__name__)
 
@@ -143,20 +142,21 @@ class Publication:
             backend = self.backend
             packing = pack([b.size for b in found], backend.granularity)
             storages = tuple(StorageSpec(s, o, b.size) for (s, o), b in zip(packing.places, found, strict=True))
+            tensors = tuple(_tensor_specs(found))  # before any of them moves
             with ExitStack() as unwind:
                 fds: list[OwnedFd] = []
                 unwind.callback(close_all, fds)
                 specs: list[SegmentSpec] = []
+                moved: list[object] = []
                 for i, size in enumerate(packing.segments):
                     inside = [(b, s) for b, s in zip(found, storages, strict=True) if s.size and s.segment == i]
                     specs.append(_fill(backend, f"segment-{i}", size, inside, fds))
                     if repoint:
-                        _repoint(backend, fds[-1], size, inside)
-                tensors = tuple(_tensor_specs(found))
+                        moved.append(_repoint(backend, fds[-1], size, inside))
                 manifest = self._manifest(
                     backend, tuple(specs), storages, tensors, content, model, attributes or {}, extra or {}
                 )
-                return self._attached(self._commit(manifest, fds), manifest, fds)
+                return self._attached(self._commit(manifest, fds), manifest, fds, moved)
 
     def commit(
         self,
@@ -223,20 +223,24 @@ class Publication:
         with sealed_memfd("wcache:manifest", encode(manifest)) as fd:
             return self._connection.ask(PublishCommit(), Committed, [fd])
 
-    def _attached(self, committed: Committed, manifest: Manifest, fds: Sequence[OwnedFd]) -> Attachment:
-        """This process's own attachment to what it published."""
+    def _attached(
+        self, committed: Committed, manifest: Manifest, fds: Sequence[OwnedFd], moved: Sequence[object] = ()
+    ) -> Attachment:
+        """This process's own attachment to what it published; `moved`: memory that parameters stand on already."""
         mapping = map_segments(manifest, list(fds))
         try:
-            return Attachment(manifest, mapping, self._lease(committed, manifest, mapping), source=DISK)
+            lease = self._lease(committed)
+            lease.bind([*lent(mapping, manifest), *moved])
+            return Attachment(manifest, mapping, lease, source=DISK)
         except BaseException:
             mapping.close()
             raise
 
-    def _lease(self, committed: Committed, manifest: Manifest, mapping: Mapping) -> Lease:
+    def _lease(self, committed: Committed) -> Lease:
         """The writer uses what it published, so it holds a lease on it like any engine."""
         again = Reattach(fingerprint=committed.fingerprint, generation=committed.generation, mode=Mode.ZERO_COPY)
         self._connection.ask(again, Done)
-        lease = Lease(
+        return Lease(
             self._connection,
             committed.fingerprint,
             committed.generation,
@@ -244,8 +248,6 @@ class Publication:
             self._name,
             device=self._device,
         )
-        lease.bind(mapping.memory(i) for i in range(len(manifest.segments)))
-        return lease
 
     def abort(self, reason: str) -> None:
         """Give up; whoever waits for this publication learns it at once. Idempotent."""
@@ -283,15 +285,17 @@ def _fill(
     return SegmentSpec(size, segment.aligned_size, digest)
 
 
-def _repoint(backend: Backend, fd: OwnedFd, size: int, inside: list[tuple[Block, StorageSpec]]) -> None:
-    """Move the parameters of these blocks onto the published memory; their old memory is free afterwards."""
+def _repoint(backend: Backend, fd: OwnedFd, size: int, inside: list[tuple[Block, StorageSpec]]) -> object:
+    """Move the parameters of these blocks onto the published memory, which is returned; their old memory is free."""
     mapping = backend.map([fd], [size], default_access(backend.name))
+    memory = mapping.memory(0)
     for block, place in inside:
-        base = bytes_tensor(mapping.memory(0), place.offset, place.size)
+        base = bytes_tensor(memory, place.offset, place.size)
         block.move_parameters(base)
     mapping.close()
     if backend.name is BackendName.CUDA:
         torch.cuda.empty_cache()  # what the parameters left goes back to the device before the next segment is made
+    return memory
 
 
 def _tensor_specs(found: Sequence[Block]) -> Iterable[TensorSpec]:
@@ -307,29 +311,3 @@ def _tensor_specs(found: Sequence[Block]) -> Iterable[TensorSpec]:
                 storage,
                 block.offset_of(entry),
             )
-
-
-def module_entries(module: nn.Module) -> list[Entry]:
-    """Every parameter and buffer of a module, tied names together."""
-    names: dict[int, list[str]] = {}
-    first: dict[int, tuple[Kind, torch.Tensor]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        first.setdefault(id(parameter), (Kind.PARAMETER, parameter))
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        for leaf, buffer in owner._buffers.items():
-            if buffer is None:
-                continue
-            kind = Kind.NON_PERSISTENT if leaf in owner._non_persistent_buffers_set else Kind.BUFFER
-            names.setdefault(id(buffer), []).append(f"{prefix}.{leaf}" if prefix else leaf)
-            first.setdefault(id(buffer), (kind, buffer))
-    return [Entry(tuple(names[i]), kind, tensor) for i, (kind, tensor) in first.items()]
-
-
-def state_entries(state: dict[str, torch.Tensor]) -> list[Entry]:
-    """A state dict's tensors; names of one tensor object together."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), []).append(name)
-    kinds = (Kind.PARAMETER if isinstance(state[n[0]], nn.Parameter) else Kind.BUFFER for n in names.values())
-    return [Entry(tuple(n), kind, state[n[0]]) for n, kind in zip(names.values(), kinds, strict=True)]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One start of an engine: the shard from the cache, or from disk and then into the cache.
+
+Runs in engines. A checkpoint that is not recognised is hashed only if something resident could be it. Of several
+engines that start cold together one reads the disk, the others wait for it until their deadline. Whatever goes wrong
+with the cache is a typed miss; what goes wrong with the checkpoint is the caller's error.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from wcache.engine import cold
+from wcache.engine import tensors as wrapping
+from wcache.engine.client import DISK, Attachment, as_miss, attach_shard, map_segments
+from wcache.engine.options import Where
+from wcache.engine.publish import Publication, begin
+from wcache.engine.request import Request
+from wcache.engine.timing import Stopwatch
+from wcache.errors import Busy, Miss, OutOfMemory, WcacheError
+from wcache.log import MISSED, fields
+from wcache.model import CPU, BackendName, MissReason, Mode, Origin
+from wcache.weights.digests import DigestStore
+from wcache.weights.fingerprint import Fingerprint
+from wcache.weights.manifest import VERSION, Manifest
+from wcache.weights.segment import Access, Backend, open_backend
+
+log = logging.getLogger(__name__)
+
+_ROUNDS = 8  # of ask, find another writer, ask again
+# A rank that answers so may still take what this engine loads.
+_PUBLISHABLE = frozenset({
+    MissReason.EMPTY, MissReason.LOADING, MissReason.CONTENT, MissReason.LAYOUT, MissReason.QUARANTINED,
+    MissReason.GENERATION_GONE,
+})  # fmt: skip
+
+
+@dataclass(slots=True)
+class Start:
+    """What one start is about. `publish`: what was loaded from disk may be given to the rank."""
+
+    request: Request
+    store: DigestStore
+    where: Where
+    mode: Mode
+    publish: bool
+    watch: Stopwatch
+
+    def from_cache(self) -> Attachment | Miss:
+        """Attach, or say why not. Raises CheckpointError when the checkpoint cannot even be hashed."""
+        found = self._ask()
+        if isinstance(found, Attachment) or self.request.content is not None:
+            return found
+        self.request = self.request.recognised(self.store)
+        if self.request.content is None and found.reason is not MissReason.CONTENT:
+            return found  # nothing is there that it could be: it is hashed while it is loaded
+        if self.request.content is None:
+            self.request = self.request.identified(self.store)
+        self.watch.lap("identify")
+        return self._ask()
+
+    def from_cache_or_disk(self) -> Attachment:
+        """Attach; on a miss load from disk, or wait for whoever does."""
+        miss: Miss | None = None
+        for _ in range(_ROUNDS):
+            found = self.from_cache()
+            if isinstance(found, Attachment):
+                return found
+            miss = found
+            if not (self.publish and self.mode is Mode.ZERO_COPY and miss.reason in _PUBLISHABLE):
+                break
+            try:
+                publication = self._begin()
+            except Busy as e:
+                if self.where.left_s == 0:
+                    miss = as_miss(e)
+                    break
+                continue  # somebody else is at it: asking again waits for them
+            except (WcacheError, OSError) as e:
+                log.warning("this start will not be published: %s", e)
+                break
+            if publication is not None:
+                return self._from_disk(miss, publication)
+        return self._from_disk(miss or Miss(MissReason.BUSY, f"{self.where.path}: others kept publishing"), None)
+
+    # --- the cache ---------------------------------------------------------------------------------------------------
+
+    def _ask(self) -> Attachment | Miss:
+        where = self.where
+        try:
+            held = attach_shard(
+                self.request.query(),
+                where.path,
+                mode=self.mode,
+                wait_s=where.left_s,
+                connect_timeout_s=where.connect_timeout_s,
+                name=where.name,
+                device=where.device,
+                watch=self.watch,
+            )
+        except (WcacheError, OSError) as e:
+            self.watch.lap("connect")
+            return as_miss(e)
+        log.info(
+            "Mapped %d tensors from the weight cache daemon (%s mode)", len(held.manifest.tensors), self.mode,
+            extra=fields(WCACHE_RANK=held.manifest.rank, WCACHE_FINGERPRINT=held.manifest.fingerprint.id),
+        )  # fmt: skip
+        return held
+
+    def _begin(self) -> Publication | None:
+        sizes = self.request.placement.sizes
+        return begin(
+            self.request.query(),
+            self.where.path,
+            bytes_total=self.request.survey.size // (sizes.tp * sizes.pp),
+            name=self.where.name,
+            device=self.where.device,
+            connect_timeout_s=self.where.connect_timeout_s,
+        )
+
+    # --- the disk ----------------------------------------------------------------------------------------------------
+
+    def _from_disk(self, miss: Miss, publication: Publication | None) -> Attachment:
+        """Load, and publish if we may; a publication that fails costs the next start, not this one."""
+        log.warning(
+            "Weight cache unusable (%s); falling back to disk loading", f"{miss.reason}: {miss}",
+            extra=fields(MESSAGE_ID=MISSED, WCACHE_REASON=miss.reason),
+        )  # fmt: skip
+        self.watch.lap("connect")
+        backend, publication = self._backend(publication)
+        try:
+            loaded = cold.read(self.request, self.store, backend)
+        except BaseException as e:
+            if publication is not None:
+                publication.abort(f"{type(e).__name__}: {e}")
+            raise
+        self.watch.lap("load")
+        try:
+            held = self._published(publication, backend, loaded) or self._private(backend, loaded)
+        finally:
+            loaded.close()
+        held.source, held.miss = DISK, miss
+        self.watch.lap("publish" if held.lease is not None else "map")
+        return held
+
+    def _backend(self, publication: Publication | None) -> tuple[Backend, Publication | None]:
+        """The rank's kind of memory if we can have it, else our own and no publication."""
+        if publication is not None:
+            try:
+                return publication.backend, publication
+            except WcacheError as e:
+                publication.abort(str(e))
+                log.warning("this start will not be published: %s", e)
+        device = self.where.device or CPU
+        return open_backend(BackendName.HOST if device == CPU else BackendName.CUDA, device), None
+
+    def _published(self, publication: Publication | None, backend: Backend, loaded: cold.Cold) -> Attachment | None:
+        if publication is None:
+            return None
+        try:
+            return publication.commit(
+                backend, loaded.fds, loaded.specs, loaded.storages, loaded.tensors, content=loaded.content
+            )
+        except (WcacheError, OSError) as e:
+            log.warning("this start was not published: %s", e)
+            return None
+
+    def _private(self, backend: Backend, loaded: cold.Cold) -> Attachment:
+        """What was loaded, mapped by this process alone and writable."""
+        manifest = Manifest(
+            version=VERSION,
+            fingerprint=Fingerprint(loaded.content, self.request.layout),
+            rank=self.request.placement.rank,
+            backend=backend.name,
+            device=backend.device,
+            origin=Origin.ENGINE,
+            model=self.request.model,
+            created=time.time(),
+            segments=loaded.specs,
+            storages=loaded.storages,
+            tensors=loaded.tensors,
+        )
+        return Attachment(manifest, map_segments(manifest, loaded.fds, Access.READ_WRITE), None, source=DISK)
+
+
+def take_copy(held: Attachment) -> None:
+    """Copy mode: private memory now, and the cache is freed unless somebody else holds it.
+
+    What was loaded from disk by this process is private as it is. Raises OutOfMemory: for a moment both copies exist.
+    """
+    held.mode = Mode.COPY
+    if held.lease is None:
+        held.adopt(wrapping.wrap(held.manifest, held.mapping))
+        return
+    needed = held.manifest.weight_bytes
+    free = open_backend(held.manifest.backend, held.manifest.device).available()
+    if needed > free:
+        raise OutOfMemory(
+            f"copy mode needs {needed} bytes on {held.manifest.device} beside the cache's own, {free} are free",
+            hint="zero_copy mode needs no second copy",
+        )
+    held.adopt(wrapping.copy(held.manifest, held.mapping))
+    released = held.release(evict=True)
+    if released is not None:
+        what = "freed" if released.evicted else f"kept: {released.holders} other engines hold it"
+        log.info("the weight cache was copied; the shard is %s", what)
