@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wcache.cached`: any PyTorch module made once, and mapped by every later process that asks with the same key.
+
+Runs in engines. The factory runs on the meta device first, which costs nothing and gives the skeleton; on a hit the
+resident tensors are put onto it, on a miss the factory runs for real (then `load`, if there is one) and the result is
+published. The key is the caller's promise: the same key means the same values, whatever else is different in structure
+is noticed. A factory that cannot run on the meta device is not shared, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
+from wcache.engine import snapshot, state
+from wcache.engine.client import Attachment
+from wcache.engine.election import Target, look, release_copy, run_for, say_mapped, say_missed
+from wcache.engine.options import device_option, where
+from wcache.engine.publish import Publication
+from wcache.engine.snapshot import Skeleton
+from wcache.engine.tensors import dtype_name, tensors_of
+from wcache.errors import Miss, PublishError, StructureError, WcacheError
+from wcache.model import MissReason, Mode
+from wcache.protocol.messages import Query
+from wcache.weights.fingerprint import LayoutKey, canonical_json, digest
+
+log = logging.getLogger(__name__)
+
+ENGINE, VERSION = "module", "1"
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def cached(
+    build: Callable[[], Module],
+    *,
+    key: str | Mapping[str, Any],
+    load: Callable[[Module], object] | None = None,
+    attributes: Collection[str] = (),
+    device: str | torch.device = "cpu",
+    rank: int = 0,
+    mode: Mode | str = Mode.ZERO_COPY,
+    fallback: bool = True,
+    publish: bool = True,
+    socket_dir: str | os.PathLike[str] | None = None,
+    socket_path: str | os.PathLike[str] | None = None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    state_timeout_s: float = STATE_TIMEOUT_S,
+    name: str | None = None,
+) -> Module:
+    """The module that `build()`, then `load(module)`, makes; from the cache if it has been made before under `key`.
+
+    `build` makes the module with all of its submodules, and reads nothing: a hit runs it on the meta device. `load`
+    reads and processes weights; only a miss runs it. `key`: text or plain values that say which weights these are
+    (name, version, options). Parameters, buffers, bare tensors and plain attributes that differ from the skeleton come
+    back; `attributes` ("block.limits") names more: plain values of any depth. `device`: where the module lives.
+    zero_copy parameters are shared: on a CPU what this process writes stays its own, on a GPU a write faults, a
+    gradient raises TrainingRefused; `mode="copy"` is the way out. Buffers and bare tensors are private.
+    What `build` and `load` raise is raised; Miss only without `fallback`.
+    """
+    home = torch.device(device)
+    asked = where(
+        "module",
+        rank,
+        socket_dir=socket_dir,
+        path=socket_path,
+        name=name or f"{getattr(build, '__qualname__', 'module')} pid {os.getpid()}",
+        device=device_option(device),
+        connect_timeout_s=connect_timeout_s,
+        state_timeout_s=state_timeout_s,
+    )
+    call = _Cached(build, load, dict(key) if isinstance(key, Mapping) else key, attributes, home)
+    made: Module = call.get(Target(asked, Mode(mode), publish), fallback=fallback)
+    return made
+
+
+@dataclass(slots=True)
+class _Cached:
+    """One call of `cached`."""
+
+    build: Callable[[], Any]
+    load: Callable[[Any], object] | None
+    key: str | dict[str, Any]
+    attributes: Collection[str]
+    device: torch.device
+
+    def get(self, target: Target, *, fallback: bool) -> Any:
+        content = digest({"cached": VERSION, "key": self.key})  # a key without canonical form is the caller's error
+        publication: Publication | None = None
+        before: Skeleton | None = None
+        try:
+            module, before = self._skeleton()
+            query = Query(layout=_layout(module, before), model=self._name(), content=content)
+            found = look(query, target)
+            if isinstance(found, Miss):
+                if not fallback:
+                    raise found
+                won = run_for(query, target, found, sum(t.nbytes for _, _, t in state.registered(module)))
+                if isinstance(won, Attachment):
+                    found = won
+                else:
+                    publication = won
+                    say_missed(found)
+            if isinstance(found, Attachment):
+                return _bind(module, before, found)
+        except (Miss, StructureError) as e:
+            if not fallback:
+                raise
+            say_missed(e if isinstance(e, Miss) else Miss(MissReason.STRUCTURE, str(e)))
+        return self._make(publication, before)
+
+    def _skeleton(self) -> tuple[Any, Skeleton]:
+        try:
+            with torch.device("meta"):
+                module = self.build()
+        except Exception as e:
+            why = f"the factory does not run on the meta device: {type(e).__name__}: {e}"
+            raise Miss(MissReason.UNSUPPORTED, why, hint="what reads or computes values belongs into load=") from e
+        return module, snapshot.skeleton(module)
+
+    def _name(self) -> str:
+        return self.key if isinstance(self.key, str) else canonical_json(self.key)
+
+    def _make(self, publication: Publication | None, before: Skeleton | None) -> Any:
+        """Run the factory for real, and publish what it made if we may."""
+        try:
+            with self.device:
+                module = self.build()
+                if self.load is not None:
+                    self.load(module)
+        except BaseException as e:
+            if publication is not None:
+                publication.abort(f"{type(e).__name__}: {e}")
+            raise
+        if publication is not None and before is not None:
+            try:
+                self._publish(publication, module, before)
+            except WcacheError as e:  # costs the next start, not this one
+                publication.abort(str(e))
+                log.warning("this start was not published: %s", e)
+        return module
+
+    def _publish(self, publication: Publication, module: Any, before: Skeleton) -> None:
+        taken = snapshot.take(module, before, declared=self.attributes)
+        for entry in taken.entries:
+            if entry.tensor.device != self.device and entry.tensor.device.type != self.device.type:
+                raise PublishError(f"{entry.names[0]} is on {entry.tensor.device}, the module on {self.device}")
+        with snapshot.frozen(module):
+            publication.write(taken.entries, repoint=True, attributes=taken.attributes, extra=taken.extra)
+        snapshot.guard(module)
+
+
+def _layout(module: nn.Module, before: Skeleton) -> LayoutKey:
+    dtypes = sorted({dtype_name(t.dtype) for _, _, t in state.registered(module)})
+    return LayoutKey(
+        engine=ENGINE,
+        engine_version=VERSION,
+        architecture=f"{type(module).__module__}.{type(module).__qualname__}",
+        dtype=",".join(dtypes) or "none",
+        torch_version=str(torch.__version__),
+        cuda_version=torch.version.cuda or torch.version.hip,
+        extra={"structure": before.structure},
+    )
+
+
+def _bind(module: Any, before: Skeleton, held: Attachment) -> Any:
+    try:
+        tensors, _ = tensors_of(held.manifest, held.mapping, copy=held.mode is Mode.COPY)
+        snapshot.restore(module, before, held.manifest, tensors)
+        left = [s.path for s in state.bare(module, snapshot.holds) if s.tensor.is_meta]
+        if left:
+            raise StructureError(f"left without memory: {', '.join(left)}", left)
+    except BaseException:
+        held.close()
+        raise
+    say_mapped(held)
+    if held.mode is Mode.COPY:
+        release_copy(held)
+    else:
+        snapshot.guard(module)
+    return module
