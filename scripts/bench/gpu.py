@@ -37,6 +37,7 @@ from wcache.model import RankState  # noqa: E402
 from wcache.protocol.messages import Evict, Evicted, Verified, Verify  # noqa: E402
 
 MIB, GIB = 1 << 20, 1 << 30
+PYTHONPATH = os.pathsep.join([*sys.path[:3], *filter(None, [os.environ.get("PYTHONPATH")])])  # for children
 WORKER = Path(__file__).with_name("gpu_workers.py")
 console = Console(width=150, highlight=False)
 failures: list[str] = []
@@ -46,13 +47,12 @@ class Worker:
     """A child in one of the roles of gpu_workers.py; `step` waits for its next line."""
 
     def __init__(self, role: str, *, env: dict[str, str] | None = None, **arguments: Any) -> None:
-        paths = os.pathsep.join([*sys.path[:3], os.environ.get("PYTHONPATH", "")])
         self.role = role
         self._started = False
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER), role, json.dumps(arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": paths, **(env or {})},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, **(env or {})},
         )  # fmt: skip
 
     def step(self) -> dict[str, Any]:
@@ -101,8 +101,9 @@ class Bench:
         self._short = tempfile.mkdtemp(prefix="wc-")
         self.manager = Manager(Path(self._short) / "notify")
         config = {"backend": "cuda", "devices": [self.gpu]}
-        path = os.pathsep.join([*sys.path[:3], os.environ.get("PYTHONPATH", "")])
-        self.daemon = Daemon(Path(self._short), config=config, manager=self.manager, environment={"PYTHONPATH": path})
+        self.daemon = Daemon(
+            Path(self._short), config=config, manager=self.manager, environment={"PYTHONPATH": PYTHONPATH}
+        )
 
     def close(self) -> None:
         self.daemon.close()

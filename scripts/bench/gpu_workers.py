@@ -277,7 +277,8 @@ def clone(socket: str, gpu: str, name: str) -> Steps:
 def publish_live(socket: str, gpu: str, name: str, total: int, count: int) -> Steps:
     """A live engine's own parameters become the shared ones."""
     torch = warm_torch()
-    from wcache.engine.publish import begin, state_entries
+    from wcache.engine.entries import state_entries
+    from wcache.engine.publish import begin
 
     size = publisher.equal_sizes(total, count)[0]
     make = lambda: torch.zeros(size // 2, dtype=torch.bfloat16, device="cuda")  # noqa: E731
