@@ -29,7 +29,7 @@ PROMPTS = ["w5 w6 w7 w1000 w20000", "w17 w3 w900"]
 MARKS = {
     "imported": "Initializing a V1 LLM engine|non-default args",
     "engine": "world_size=|Initializing a V1 LLM engine",
-    "loading": "Starting to load model",
+    "loading": "Starting to load model|Loading model from scratch",
     "loaded": "Model loading took",
     "initialised": "init engine",
 }

@@ -7,6 +7,14 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 : "${PYTHON:=python3}" "${MODEL:=/var/tmp/wcache-bench-model}" "${OUT:=/tmp/wcache-bench}"
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0
 mkdir -p "$OUT"
+if ! "$PYTHON" -c 'import importlib.metadata as m; m.version("wcache")' 2>/dev/null; then
+    # Not installed here: vLLM finds plugins by their metadata, so give it what pip would.
+    info=$OUT/site/wcache-0.dist-info
+    mkdir -p "$info"
+    printf 'Metadata-Version: 2.1\nName: wcache\nVersion: 0\n' >"$info/METADATA"
+    printf '[vllm.general_plugins]\nwcache = wcache.engine.vllm.plugin:register\n' >"$info/entry_points.txt"
+    export PYTHONPATH="$PYTHONPATH:$OUT/site"
+fi
 if [[ ! -e $MODEL/config.json ]]; then
     "$PYTHON" "${MAKE_MODEL:?no checkpoint at $MODEL, and MAKE_MODEL names no script that makes one}" "$MODEL"
 fi
