@@ -55,12 +55,12 @@ def devices(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
 
 
 def exporter(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
-    """Segment `i` is full of the byte i + 1."""
+    """Segment `i` is full of the byte i + 1 (modulo 256)."""
     backend = CudaBackend(request["gpu"])
     made, digests = [], []
     for i, size in enumerate(request["sizes"]):
         segment = backend.create(f"s{i}", size)
-        backend.gpu.fill(segment.memory().address, i + 1, size, 0, "the test")
+        backend.gpu.fill(segment.memory().address, (i + 1) % 256, size, 0, "the test")
         digests.append(segment.digest())
         if i == 0:
             tail = host_bytes(backend, segment.memory().address + size, segment.aligned_size - size)

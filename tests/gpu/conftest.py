@@ -115,6 +115,7 @@ def gpus() -> list[str]:
 
 @pytest.fixture(scope="session")
 def gpu(gpus: list[str]) -> str:
+    measure(gpus[0])  # NVML makes pipes when it is first asked, and keeps them for the life of the process
     return gpus[0]
 
 

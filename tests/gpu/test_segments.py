@@ -72,7 +72,7 @@ def test_a_process_in_its_own_pid_ipc_and_network_namespaces_maps_segments(
     digests, fds = segments
     unshare = shutil.which("unshare")
     assert unshare, "util-linux is not installed"
-    namespaces = (unshare, "--pid", "--ipc", "--net", "--mount", "--fork", "--kill-child")
+    namespaces = (unshare, "--pid", "--ipc", "--net", "--mount-proc", "--fork", "--kill-child")
     if subprocess.run([*namespaces, "true"], check=False).returncode:
         pytest.skip("this machine does not let root make namespaces")
     answer = spawn("importer", prefix=namespaces).ask(fds, gpu=gpu, sizes=SIZES)
