@@ -17,7 +17,7 @@ from wcache.cli import render
 from wcache.cli.context import Context
 from wcache.cli.ranks import ask_all, chosen, look, look_at_units
 from wcache.cli.shards import RankArgument, end
-from wcache.cli.waiting import watch
+from wcache.cli.waiting import failures, watch
 from wcache.config import Scope
 from wcache.errors import NotReady, SystemdError, WcacheError
 from wcache.host import units
@@ -139,15 +139,18 @@ def prepare(context: Context, manager: Scope, ranks: tuple[int, ...]) -> dict[st
 
 def run(context: Context, manager: Scope, verb: str, names: list[str], ranks: tuple[int, ...]) -> None:
     """One job of the service manager, watched to its end. Raises SystemdError with what became of the ranks."""
-    with units.job(manager, verb, names) as job:
+    with units.job(manager, verb, names) as job, failures(context, ranks) as failed:
         try:
-            failures = watch(context, ranks, lambda _: job.done(0.0), pause=job.done)
+            watch(context, ranks, lambda _: job.done(0.0), pause=job.done)
         except KeyboardInterrupt:
             render.say(f"the {manager} manager goes on with the {verb}; wcache status shows how far it is")
             raise
         problem = job.problem()
     if problem:
-        said = [f"rank {rank}: {text}" for rank, text in failures.items()]
+        alike: dict[str, list[str]] = {}
+        for rank, text in sorted(failed.items()):
+            alike.setdefault(text, []).append(str(rank))
+        said = [f"rank {', '.join(numbers)}: {text}" for text, numbers in alike.items()]
         raise SystemdError("; ".join(said) or problem.splitlines()[0], hint="wcache logs shows why")
 
 

@@ -191,9 +191,9 @@ def _silence(service: Unit | None, error: WcacheError | None) -> tuple[str, str]
     """Why a rank said nothing: the service manager knows best, then the socket."""
     if service is not None and service.exists and not service.up:
         if service.restarting:
-            return RESTARTING, f"{_last_words(service)}; systemd starts it again (restart {service.restarts + 1})"
+            return RESTARTING, f"{last_words(service)}; systemd starts it again (restart {service.restarts + 1})"
         if service.active == "failed":
-            return RankState.FAILED.value, _last_words(service)
+            return RankState.FAILED.value, last_words(service)
         if service.active == "deactivating":
             return STOPPING, service.text
         if error is None or isinstance(error, Unavailable):
@@ -210,7 +210,7 @@ def _silence(service: Unit | None, error: WcacheError | None) -> tuple[str, str]
     return UNREACHABLE, str(error)
 
 
-def _last_words(service: Unit) -> str:
+def last_words(service: Unit) -> str:
     """How its last process ended, and the last status that it gave."""
     return last_end(service) + (f" ({service.text})" if service.text else "")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,16 +12,16 @@ from typing import TYPE_CHECKING
 
 from wcache.cli import render
 from wcache.cli.context import Context
-from wcache.cli.ranks import RESTARTING, UNRESPONSIVE, GroupReport, RankReport, look
-from wcache.model import RankState
+from wcache.cli.ranks import UNRESPONSIVE, GroupReport, RankReport, last_words, look, look_at_units
+from wcache.errors import SystemdError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-POLL_S = 0.15  # below RestartSec= of the unit: no failure goes unseen
+POLL_S = 0.25
+FAILURE_POLL_S = 0.1
 LINE_EVERY_S = 5.0  # a load's numbers change all the time; a log wants them now and then
 BAR_WIDTH = 24
-_FAILING = (RankState.FAILED.value, RESTARTING)
 
 
 def watch(
@@ -29,20 +30,44 @@ def watch(
     over: Callable[[GroupReport], bool],
     *,
     pause: Callable[[float], object] = time.sleep,
-) -> dict[int, str]:
-    """Look until `over` says so; returns the last failure seen of each rank that had one.
-
-    `pause` waits between looks and may return early. A failed rank that is started again says nothing of it later on.
-    """
-    failures: dict[int, str] = {}
+) -> None:
+    """Look until `over` says so. `pause` waits between looks and may return early."""
     with _shown() as show:
         while True:
             report = look(context, ranks)
-            failures |= {r.rank: r.problem for r in report.ranks if r.state in _FAILING and r.problem}
             show(report)
             if over(report):
-                return failures
+                return
             pause(POLL_S)
+
+
+@contextmanager
+def failures(context: Context, ranks: tuple[int, ...]) -> Iterator[dict[int, str]]:
+    """How each rank last failed while the block runs.
+
+    A thread of its own: between a failure and the next start lie RestartSec=, a fifth of a second, and a rank that is
+    just dying can hold up a look for longer; afterwards the manager remembers nothing of it.
+    """
+    noted: dict[int, str] = {}
+    stop = threading.Event()
+
+    def note() -> None:
+        while not stop.wait(FAILURE_POLL_S):
+            try:
+                seen = look_at_units(context, ranks)
+            except SystemdError:  # the manager is busy; the job itself will say if something is wrong with it
+                continue
+            for unit in seen.values():
+                if unit.rank is not None and (unit.restarting or unit.active == "failed"):
+                    noted[unit.rank] = last_words(unit)
+
+    thread = threading.Thread(target=note, name="failures")
+    thread.start()
+    try:
+        yield noted
+    finally:
+        stop.set()
+        thread.join()
 
 
 @contextmanager
