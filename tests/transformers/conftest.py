@@ -12,11 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import transformers
 from daemons import Daemon
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _IN_OPEN, _IN_NONBLOCK = 0x20, 0x800
 _EVENT = struct.Struct("iIII")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_progress_bars() -> None:
+    """A bar starts a thread for the life of the process."""
+    transformers.utils.logging.disable_progress_bar()
 
 
 @pytest.fixture

@@ -54,7 +54,9 @@ def look(query: Query, target: Target) -> Attachment | Miss:
             device=target.where.device,
         )
     except (WcacheError, OSError) as e:
-        return as_miss(e)
+        miss = as_miss(e).with_traceback(None)
+        miss.__cause__ = miss.__context__ = None  # a miss is kept for as long as the model; frames would keep more
+        return miss
 
 
 def run_for(query: Query, target: Target, miss: Miss, bytes_total: int) -> Attachment | Publication | None:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny checkpoints of real architectures, made here: dense, experts, encoders, encoder-decoders, code of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+# name: (configuration class, its arguments, model class, dtype of the checkpoint)
+MODELS: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
+    "llama-tied": ("LlamaConfig", {**SIZES, "tie_word_embeddings": True}, "LlamaForCausalLM", torch.bfloat16),
+    "llama-untied": ("LlamaConfig", {**SIZES, "tie_word_embeddings": False}, "LlamaForCausalLM", torch.float32),
+    "gemma3": (
+        "Gemma3TextConfig", {**SIZES, "head_dim": 8, "sliding_window": 8}, "Gemma3ForCausalLM", torch.bfloat16,
+    ),
+    "gpt2": (
+        "GPT2Config", {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        "GPT2LMHeadModel", torch.float32,
+    ),
+    "mixtral": (
+        "MixtralConfig", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}, "MixtralForCausalLM",
+        torch.bfloat16,
+    ),
+    "mamba": (
+        "MambaConfig", {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+        "MambaForCausalLM", torch.float32,
+    ),
+    "t5": (
+        "T5Config",
+        {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+         "decoder_start_token_id": 0},
+        "T5ForConditionalGeneration", torch.float16,
+    ),
+    "bert": (
+        "BertConfig",
+        {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "max_position_embeddings": 64},
+        "BertModel", torch.float32,
+    ),
+    "vit": (
+        "ViTConfig",
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "image_size": 16, "patch_size": 8},
+        "ViTForImageClassification", torch.float32,
+    ),
+}  # fmt: skip
+
+OWN_CODE = """
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "wcache-own"
+
+    def __init__(self, width=8, **kwargs):
+        self.width = width
+        super().__init__(**kwargs)
+
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = nn.Linear(config.width, config.width)
+        self.register_buffer("running", torch.zeros(config.width))
+        self.register_buffer("table", torch.arange(config.width, device="cpu").float() * FACTOR, persistent=False)
+        self.steps = torch.arange(3, device="cpu")
+        self.same = self.running
+        self.post_init()
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if module is self:
+            module.table.copy_(torch.arange(self.config.width).float() * FACTOR)
+
+    def forward(self, x):
+        return self.layer(x) + self.running
+"""
+
+
+def save(name: str, directory: Path, *, seed: int = 0, **shards: Any) -> Path:
+    """A checkpoint of random weights; `shards`: arguments of save_pretrained."""
+    import transformers
+
+    config_class, arguments, model_class, dtype = MODELS[name]
+    config = getattr(transformers, config_class)(**arguments)
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class)(config).to(dtype)
+    model.save_pretrained(directory, **shards)
+    return directory
+
+
+def input_ids() -> torch.Tensor:
+    return torch.tensor([[5, 9, 17, 33]])

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized checkpoints: what Transformers makes of them comes back bit for bit, or is refused by method."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equality
+import pytest
+import safetensors.torch
+import tiny_checkpoints as tiny
+import torch
+import transformers
+from daemons import Daemon
+
+import wcache
+
+BLOCK = 16
+
+
+@pytest.fixture
+def load(daemon: Daemon) -> Callable[..., Any]:
+    def load(directory: Path, **options: Any) -> Any:
+        return wcache.transformers.from_pretrained(directory, socket_path=daemon.path, **options)
+
+    return load
+
+
+def rewrite(
+    directory: Path, quantization: dict[str, Any], quantize: Callable[[str, torch.Tensor], dict[str, Any]]
+) -> Path:
+    """Replace the linear layers of a checkpoint's blocks by what `quantize` makes of them."""
+    file = directory / "model.safetensors"
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in safetensors.torch.load_file(file).items():
+        linear = name.endswith("_proj.weight")
+        made |= quantize(name, tensor) if linear else {name: tensor}
+    safetensors.torch.save_file(made, file, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return directory
+
+
+def fp8_blocks(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows, columns = weight.shape[0] // BLOCK, weight.shape[1] // BLOCK
+    blocks = weight.float().reshape(rows, BLOCK, columns, BLOCK)
+    scale = blocks.abs().amax((1, 3)) / 448
+    packed = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+    return {name: packed, f"{name}_scale_inv": scale}
+
+
+def fp8(directory: Path) -> Path:
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    return rewrite(tiny.save("llama-untied", directory), config, fp8_blocks)
+
+
+def int8_channels(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.float().abs().amax(1, keepdim=True) / 127
+    return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale.to(weight.dtype)}
+
+
+def int4_packed(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    scale = weight.float().abs().amax(1, keepdim=True) / 7
+    values = (weight / scale).round().clamp(-8, 7).to(torch.int8)
+    return {
+        name.replace("weight", "weight_packed"): pack_to_int32(values, 4),
+        name.replace("weight", "weight_scale"): scale.to(weight.dtype),
+        name.replace("weight", "weight_shape"): torch.tensor(weight.shape),
+    }
+
+
+def compressed(directory: Path, bits: int) -> Path:
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if bits == 8 else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+    checkpoint = tiny.save("llama-untied", directory)
+    return rewrite(checkpoint, config, int8_channels if bits == 8 else int4_packed)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (fp8, {}),
+        (lambda d: compressed(d, 8), {}),
+        (lambda d: compressed(d, 4), {}),
+    ],
+    ids=["fp8", "compressed-int8", "compressed-int4"],
+)
+@pytest.mark.filterwarnings("default")
+def test_a_quantized_model_is_what_transformers_makes_of_it(
+    short_dir: Path, load: Callable[..., Any], opened: Callable[..., Any], make: Any, options: dict[str, Any]
+) -> None:
+    directory = make(short_dir / "model")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
+    cold = load(directory, **options)
+    with opened(directory) as names:
+        warm = load(directory, **options, fallback=False)
+    assert not [n for n in names if n.endswith(".safetensors")]
+    for model in (cold, warm):
+        equality.same(model, plain)
+    with torch.no_grad():
+        logits = [m(tiny.input_ids()).logits for m in (plain, cold, warm)]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_a_method_that_keeps_objects_beside_its_tensors_is_refused_by_name(
+    daemon: Daemon, short_dir: Path, load: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    directory = tiny.save("llama-untied", short_dir / "model")
+    config = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    with caplog.at_level(logging.WARNING):
+        model = load(directory, quantization_config=config)
+    assert "Weight cache unusable (unsupported: quantization torchao keeps its state" in caplog.text
+    assert wcache.transformers.attachment(model) is None
+    assert not daemon.status().shards
