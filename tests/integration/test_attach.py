@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from wcache.engine import attach as attaching
 from wcache.engine.client import attach_shard
 from wcache.engine.lease import LeaseState, held
 from wcache.errors import Miss, StructureError
-from wcache.model import MissReason, Mode
+from wcache.model import MissReason, Mode, Origin
+from wcache.protocol.messages import Granted, PublishBegin
 from wcache.weights.fingerprint import LayoutKey
 
 pytestmark = pytest.mark.usefixtures("own_state")
@@ -188,6 +190,23 @@ def test_two_cold_engines_read_the_disk_once(daemon: Daemon, checkpoints: Callab
     assert len(daemon.status().shards) == 1
     for attachment in found:
         attachment.close()
+
+
+def test_a_writer_that_takes_too_long_is_not_waited_for(daemon: Daemon, checkpoints: Callable[[str], Path]) -> None:
+    """state_timeout_s is the deadline for everything: then the disk serves, and nothing is published twice."""
+    directory = checkpoints("llama")
+    with attaching.host_store() as store:
+        query = attaching.prepare(str(directory), None, store).query()
+    with daemon.connect(role="engine", name="slow writer") as writer:
+        writer.ask(PublishBegin(query=query, origin=Origin.ENGINE, bytes_total=1), Granted)
+        start = time.monotonic()
+        with wcache.attach(directory, socket_dir=daemon.socket_dir, state_timeout_s=0.5) as attachment:
+            assert 0.5 <= time.monotonic() - start < 10
+            assert attachment.source == "disk"
+            assert attachment.lease is None
+            assert attachment.miss is not None
+            assert attachment.miss.reason is MissReason.DEADLINE
+        assert daemon.status().shards == ()
 
 
 def test_without_a_daemon_the_disk_serves_and_without_fallback_the_miss_is_raised(

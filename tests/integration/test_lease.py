@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import daemons
+import psutil
 import pytest
 from daemons import Daemon, Manager
 
@@ -115,6 +116,26 @@ def test_a_forked_child_has_the_bytes_and_leaves_the_lease_to_its_parent(
     assert attachment.lease.state is LeaseState.HELD
     daemon.kill()
     assert attachment.lease.wait(LeaseState.LOST, 5), "the parent's keeper still watches"
+
+
+def test_a_thousand_attaches_leave_nothing_behind(daemon: Daemon, attachment: Attachment) -> None:
+    """Descriptors on both sides, threads, mapped segments, and memory to within a page or two per hundred."""
+    process = psutil.Process()
+
+    def cycle(times: int) -> None:
+        for _ in range(times):
+            with attach_shard(daemons.query(), daemon.path) as other:
+                assert len(other.manifest.tensors) == 2
+
+    def now() -> tuple[int, int, int]:
+        return process.num_fds(), daemon.fds(), threading.active_count()
+
+    cycle(200)
+    daemon.wait_status(lambda s: len(s.shards[0].leases) == 1, "one lease")
+    before, rss = now(), process.memory_info().rss
+    cycle(1000)
+    daemon.wait_status(lambda s: len(s.shards[0].leases) == 1 and now() <= before, "as before")
+    assert process.memory_info().rss - rss < 4 << 20
 
 
 def test_two_attachments_of_one_shard_in_a_process_are_independent(daemon: Daemon, attachment: Attachment) -> None:

@@ -102,7 +102,7 @@ class Start:
             )
         except (WcacheError, OSError) as e:
             self.watch.lap("connect")
-            return as_miss(e)
+            return as_miss(e).with_traceback(None)  # the attachment keeps it, and must not keep these frames
         log.info(
             "Mapped %d tensors from the weight cache daemon (%s mode)", len(held.manifest.tensors), self.mode,
             extra=fields(WCACHE_RANK=held.manifest.rank, WCACHE_FINGERPRINT=held.manifest.fingerprint.id),
