@@ -98,6 +98,10 @@ def test_memory_of_a_device_is_accounted_for_where_the_rank_knows_it() -> None:
     memory = {"weights": 3 << 30, "engines": 1 << 30, "used": 4 << 30, "total": 8 << 30}
     text = "\n".join(page(report(status(0, shard(), memory=memory)), 120))
     assert "memory: 4.0 GiB of 8.0 GiB in use: weights 3.0 GiB, engines 1.0 GiB" in text
+    lost = {**memory, "no_process": 2 << 30, "missing": 1 << 30}
+    text = " ".join(page(report(status(0, shard(), memory=lost)), 200))
+    assert "nvidia-smi shows 2.0 GiB of it under no process" in text
+    assert "1.0 GiB of resident shards cannot be on the GPU any more" in text
 
 
 def test_names_from_outside_are_not_taken_for_markup() -> None:

@@ -21,20 +21,20 @@ def use(used: int, *held: Holder) -> GpuUse:
     return GpuUse("GPU-x", total=140 * GIB, used=used, reserved=GIB, holders=held)
 
 
-def test_weights_held_by_fds_alone_are_unlisted_and_explained() -> None:
+def test_weights_held_by_fds_alone_are_no_process_and_explained() -> None:
     split = account(use(120 * GIB), 120 * GIB, ())
-    assert (split.weights, split.unlisted, split.unlisted_rest, split.missing) == (120 * GIB, 120 * GIB, 0, 0)
+    assert (split.weights, split.no_process, split.unexplained, split.missing) == (120 * GIB, 120 * GIB, 0, 0)
 
 
 def test_engines_and_others_are_told_apart() -> None:
     engine, trainer = Holder(10, "vllm", 8 * GIB), Holder(11, "train", 2 * GIB)
     split = account(use(30 * GIB, engine, trainer), 20 * GIB, {10})
-    assert (split.engines, split.others, split.weights, split.unlisted_rest) == (8 * GIB, 2 * GIB, 20 * GIB, 0)
+    assert (split.engines, split.others, split.weights, split.unexplained) == (8 * GIB, 2 * GIB, 20 * GIB, 0)
 
 
 def test_weights_that_nvml_counts_under_an_engine_are_taken_out_of_it() -> None:
     split = account(use(28 * GIB, Holder(10, "vllm", 28 * GIB)), 20 * GIB, {10})
-    assert (split.engines, split.weights, split.unlisted) == (8 * GIB, 20 * GIB, 0)
+    assert (split.engines, split.weights, split.no_process) == (8 * GIB, 20 * GIB, 0)
 
 
 def test_weights_that_cannot_be_in_use_are_missing() -> None:
@@ -50,7 +50,7 @@ def test_the_parts_sum_to_what_is_used(
 ) -> None:
     processes = [Holder(pid, "p", size) for pid, size in held]
     split = account(use(beyond + sum(h.used for h in processes), *processes), weights, engine_pids)
-    assert split.weights + split.engines + split.others + split.unlisted_rest == split.used
+    assert split.weights + split.engines + split.others + split.unexplained == split.used
     assert split.weights + split.missing == weights
     assert min(split.as_dict().values()) >= 0
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from wcache.cli.context import Context
+from wcache.cli.gpu import with_memory
 from wcache.config import Config, Scope
 from wcache.errors import DeadlineExceeded, Denied, NoSuchRank, Unavailable, WcacheError
 from wcache.host import units
@@ -131,7 +132,7 @@ def look(context: Context, ranks: Iterable[int]) -> GroupReport:
     order = list(ranks)
     seen = look_at_units(context, order)
     answering = [rank for rank in order if may_connect(seen, rank)]
-    answers = at_once(answering, lambda rank: ask_status(context, rank))
+    answers = with_memory(at_once(answering, lambda rank: ask_status(context, rank)))
     reports = tuple(_report(context.config, rank, seen, answers.get(rank)) for rank in order)
     ready = sum(report.ready for report in reports)
     return GroupReport(

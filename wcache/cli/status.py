@@ -206,10 +206,17 @@ def _details(report: RankReport) -> Iterator[str]:
 
 def _memory(said: RankStatus) -> Iterator[str]:
     """Where a device's memory is, if the rank knows more than the weights."""
-    parts = {k: v for k, v in said.memory.items() if k not in ("used", "total")}
-    if "total" in said.memory:
-        listed = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
-        yield f"memory: {size(said.memory.get('used', 0))} of {size(said.memory['total'])} in use: {listed}"
+    memory = said.memory
+    if "total" in memory:
+        parts = [k for k in ("weights", "engines", "others", "unexplained") if memory.get(k)]
+        listed = ", ".join(f"{name} {size(memory[name])}" for name in parts)
+        if memory.get("no_process"):
+            listed += f"; nvidia-smi shows {size(memory['no_process'])} of it under no process"
+        listed = listed or "nothing"
+        yield f"memory: {size(memory.get('used', 0))} of {size(memory['total'])} in use: {listed}"
+        if memory.get("missing"):
+            gone = size(memory["missing"])
+            yield f"[red]memory: {gone} of resident shards cannot be on the GPU any more: was it reset?[/]"
 
 
 def miss_lines(miss: MissInfo, said: RankStatus | None = None) -> Iterator[str]:

@@ -3,7 +3,7 @@
 
 Used by `wcache status` and by error messages about memory; pynvml (extra `cuda`) is imported when asked.
 Weights that only file descriptors hold belong to no process in nvidia-smi: they are what is in use beyond the sum of
-the processes, so `unlisted` and the shards' own sizes must agree.
+the processes, so `no_process` and the shards' own sizes must agree.
 Surprising: NVML's first memory query counts the driver's reserve as used; the second version, as here and in
 nvidia-smi, does not. Process ids are the host's: in a container's pid namespace NVML lists none.
 """
@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-import psutil
 
 from wcache.errors import BackendError
 
@@ -47,11 +46,11 @@ class GpuUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuAccount:
-    """`used` split so that nothing is left over: weights + engines + others + unlisted_rest = used.
+    """`used` split so that nothing is left over: weights + engines + others + unexplained = used.
 
     `weights`: resident shards as far as memory in use can hold them. `engines`, `others`: what attached engines and
-    other processes have by NVML. `unlisted`: in use under no process: weights held by file descriptors, and
-    `unlisted_rest`, what even they do not explain (another namespace's processes, another cache). `missing`: bytes of
+    other processes have by NVML. `no_process`: in use under no process: weights held by file descriptors, and
+    `unexplained`, what even they do not explain (another namespace's processes, another cache). `missing`: bytes of
     shards that cannot be in use at all, more than 0 only after the GPU lost them.
     """
 
@@ -61,8 +60,8 @@ class GpuAccount:
     weights: int
     engines: int
     others: int
-    unlisted: int
-    unlisted_rest: int
+    no_process: int
+    unexplained: int
     missing: int
 
     def as_dict(self) -> dict[str, int]:
@@ -76,9 +75,9 @@ def account(use: GpuUse, weights: int, engine_pids: Collection[int]) -> GpuAccou
     """
     engines = sum(h.used for h in use.holders if h.pid in engine_pids)
     others = sum(h.used for h in use.holders if h.pid not in engine_pids)
-    unlisted = max(0, use.used - engines - others)
-    inside_engines = min(max(0, weights - unlisted), engines)
-    present = min(weights, unlisted + inside_engines)
+    no_process = max(0, use.used - engines - others)
+    inside_engines = min(max(0, weights - no_process), engines)
+    present = min(weights, no_process + inside_engines)
     return GpuAccount(
         total=use.total,
         used=use.used,
@@ -86,8 +85,8 @@ def account(use: GpuUse, weights: int, engine_pids: Collection[int]) -> GpuAccou
         weights=present,
         engines=engines - inside_engines,
         others=others,
-        unlisted=unlisted,
-        unlisted_rest=unlisted - (present - inside_engines),
+        no_process=no_process,
+        unexplained=no_process - (present - inside_engines),
         missing=weights - present,
     )
 
@@ -139,6 +138,6 @@ def _known(value: int | None) -> int:
 
 def _name_of(pid: int) -> str:
     try:
-        return psutil.Process(pid).name()
-    except psutil.Error:  # gone, or of another namespace
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # gone, or of another namespace
         return "?"
