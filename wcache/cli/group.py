@@ -15,7 +15,7 @@ import typer
 from wcache.cli import context as contexts
 from wcache.cli import render
 from wcache.cli.context import Context
-from wcache.cli.ranks import ask_all, chosen, look, look_at_units
+from wcache.cli.ranks import GroupReport, ask_all, chosen, look, look_at_units
 from wcache.cli.shards import RankArgument, end
 from wcache.cli.waiting import failures, watch
 from wcache.config import Scope
@@ -116,8 +116,12 @@ def reload_in_place(context: Context, ranks: tuple[int, ...]) -> None:
 
     began = time.monotonic()
     end(ask_all(context, ranks, ask), 0)
-    watch(context, ranks, lambda report: not any(r.state in ("loading", "starting", "verifying") for r in report.ranks))
+    watch(context, ranks, _settled)
     verdict(context, ranks, began)
+
+
+def _settled(report: GroupReport | None) -> bool:
+    return report is not None and not any(r.state in ("loading", "starting", "verifying") for r in report.ranks)
 
 
 def prepare(context: Context, manager: Scope, ranks: tuple[int, ...]) -> dict[str, Unit]:

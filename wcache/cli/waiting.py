@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 POLL_S = 0.25
-FAILURE_POLL_S = 0.1
+FAILURE_POLL_S = 0.15
 LINE_EVERY_S = 5.0  # a load's numbers change all the time; a log wants them now and then
 BAR_WIDTH = 24
 
@@ -27,18 +27,26 @@ BAR_WIDTH = 24
 def watch(
     context: Context,
     ranks: tuple[int, ...],
-    over: Callable[[GroupReport], bool],
+    over: Callable[[GroupReport | None], bool],
     *,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Look until `over` says so. `pause` waits between looks and may return early."""
+    """Look until `over` says so (None: no look succeeded). `pause` waits between looks and may return early."""
     with _shown() as show:
         while True:
-            report = look(context, ranks)
-            show(report)
+            report = _look(context, ranks)
+            if report is not None:
+                show(report)
             if over(report):
                 return
             pause(POLL_S)
+
+
+def _look(context: Context, ranks: tuple[int, ...]) -> GroupReport | None:
+    try:
+        return look(context, ranks)
+    except SystemdError:  # a manager too busy to answer is no reason to give up a job that it works on
+        return None
 
 
 @contextmanager

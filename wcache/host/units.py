@@ -24,7 +24,7 @@ from wcache.errors import SystemdError
 
 TARGET = "wcache.target"
 INSTANCES = "wcache@*.service"
-SHOW_TIMEOUT_S = 5.0
+SHOW_TIMEOUT_S = 10.0
 FDSTORE_PRESERVE_VERSION = 254  # FileDescriptorStorePreserve= and clean --what=fdstore, systemd.service(5)
 
 _PROPERTIES = (
