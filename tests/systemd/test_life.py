@@ -68,7 +68,7 @@ def test_many_kills_in_a_row_lose_nothing(ready: Manager) -> None:
         for _ in range(8):
             ready.kill(0)
             assert ready.status(0).shards[0].generation == before.generation
-    assert ready.show("wcache@0.service", "ActiveState") == "active"
+    seconds_until(lambda: ready.show("wcache@0.service", "ActiveState") == "active", 20, "active again")
 
 
 @pytest.mark.parametrize("unit", ["wcache@0.service", "wcache.target"])
