@@ -14,7 +14,8 @@ import mmap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 
@@ -50,9 +51,7 @@ def bytes_tensor(memory: Memory | memoryview, offset: int, size: int) -> torch.T
             raise SegmentError(f"bytes [{offset}, {offset + size}) of a segment of {view.nbytes} bytes")
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
-        if not view.readonly:
-            return torch.frombuffer(view, dtype=torch.uint8, count=size, offset=offset)
-        with _read_only_is_meant():
+        with _read_only_is_meant(view.readonly):
             return torch.frombuffer(view, dtype=torch.uint8, count=size, offset=offset)
     device: Any = memory
     if offset < 0 or offset + size > device.size:
@@ -64,8 +63,11 @@ def bytes_tensor(memory: Memory | memoryview, offset: int, size: int) -> torch.T
 
 
 @contextmanager
-def _read_only_is_meant() -> Iterator[None]:
+def _read_only_is_meant(read_only: bool) -> Iterator[None]:
     """torch warns of buffers that are not writable; a read-only mapping was asked for, so that is no news."""
+    if not read_only:
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         yield
@@ -73,14 +75,23 @@ def _read_only_is_meant() -> Iterator[None]:
 
 def storages(manifest: Manifest, mapping: Mapping) -> list[torch.Tensor]:
     """One uint8 tensor for each storage of the manifest, over the mapping."""
-    memories = [_lendable(mapping.memory(i)) for i in range(len(manifest.segments))]
+    memories = [mapping.memory(i) for i in range(len(manifest.segments))]
+    if manifest.device == CPU:
+        return _host_storages(manifest, [memoryview(cast(mmap.mmap, m)) for m in memories])
     empty = torch.empty(0, dtype=torch.uint8, device=torch_device(manifest.device))
     return [bytes_tensor(memories[s.segment], s.offset, s.size) if s.size else empty.clone() for s in manifest.storages]
 
 
-def _lendable(memory: Memory) -> Memory | memoryview:
-    """One memoryview a segment, not one a tensor."""
-    return memoryview(memory) if isinstance(memory, mmap.mmap) else memory
+def _host_storages(manifest: Manifest, views: list[memoryview]) -> list[torch.Tensor]:
+    """One memoryview a segment and little work a storage, of which there may be 100,000; torch checks the bounds."""
+    take, uint8 = torch.frombuffer, torch.uint8
+    with _read_only_is_meant(any(v.readonly for v in views)):
+        return [
+            take(views[s.segment], dtype=uint8, count=s.size, offset=s.offset)
+            if s.size
+            else torch.empty(0, dtype=torch.uint8)
+            for s in manifest.storages
+        ]
 
 
 def view(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -112,7 +123,7 @@ def tensors_of(manifest: Manifest, mapping: Mapping, *, copy: bool) -> tuple[dic
 def build(manifest: Manifest, bases: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every name of the manifest to its tensor over the given storages (uint8 tensors, one each)."""
     with torch.no_grad():
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for spec in manifest.tensors:
             tensor = view(bases[spec.storage], spec)
             for name in spec.names:
@@ -120,6 +131,7 @@ def build(manifest: Manifest, bases: list[torch.Tensor]) -> dict[str, torch.Tens
         return tensors
 
 
+@cache
 def dtype_of(name: str) -> torch.dtype:
     """torch's dtype by its name without the prefix. Raises SegmentError for one this torch does not have."""
     dtype = getattr(torch, name, None)

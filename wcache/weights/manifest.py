@@ -162,9 +162,12 @@ def _check_tensor(manifest: Manifest, tensor: TensorSpec) -> None:
 
 def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Elements from the first to just past the last that a strided tensor touches; 0 if it has none."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    reach = 1
+    for n, s in zip(shape, stride, strict=True):
+        if n == 0:
+            return 0
+        reach += (n - 1) * s
+    return reach
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
