@@ -47,6 +47,9 @@ class Child:
         )
         return {"log": list(self.log.lines), "tokens": self.tokens(name)}
 
+    def names(self) -> Any:
+        return list(self.engines)
+
     def tokens(self, name: str) -> Any:
         from vllm import SamplingParams
 
@@ -78,6 +81,21 @@ class Child:
         held = self._model(name).__dict__.get("_wcache_attachment")
         maps = [line for line in open("/proc/self/maps") if "wcache" in line]  # noqa: PTH123, SIM115
         return {"lease": str(held.lease.state) if held else None, "maps": len(maps)}
+
+    def external(self, name: str, extra: Any) -> Any:
+        """The bytes of external weights that a loader with these options reports for an engine's configuration."""
+        import dataclasses
+
+        from wcache.engine.vllm import session
+        from wcache.engine.vllm.loader import WcacheLoader
+
+        made = self.engines[name].llm_engine.vllm_config
+        loader = WcacheLoader(dataclasses.replace(made.load_config, model_loader_extra_config=extra))
+        counted = loader.get_external_weight_memory(made)
+        outcome = session.kept(made)
+        if outcome.attachment is not None:
+            outcome.attachment.close()
+        return counted
 
     def wait_lease(self, name: str, state: str) -> Any:
         from wcache.engine.lease import LeaseState

@@ -22,6 +22,7 @@ from wcache.protocol.messages import GetStatus, RankStatus, Status
 
 pytestmark = pytest.mark.vllm
 HERE = Path(__file__).parent
+MAKE_MODEL = HERE.parent.parent / "scripts" / "make_model.py"
 START_DEADLINE_S = 30.0
 
 ENGINE_ENV = {
@@ -43,12 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of tiny checkpoints: llama, qwen3 (tied), qwen3-moe, mixtral."""
+    """A directory of checkpoints: tiny llama, qwen3 (tied), qwen3-moe and mixtral, and a real smollm2."""
     root = tmp_path_factory.mktemp("models")
-    made = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "tiny_models.py"), str(root)], capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr
+    for what in (("tiny", root), ("smollm2", root / "smollm2")):
+        command = [sys.executable, "-W", "ignore", str(MAKE_MODEL), *map(str, what)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
     return root
 
 
@@ -76,6 +77,10 @@ class Daemon:
                 stdout=log, stderr=log, env={**os.environ, **ENGINE_ENV, **self.env},
             )  # fmt: skip
         self.wait(bool)
+
+    def extra(self, **options: Any) -> dict[str, Any]:
+        """Options for an engine that is to use this daemon."""
+        return {"socket_dir": str(self.sockets), **options}
 
     def status(self) -> RankStatus:
         with connect(socket_path(self.sockets, self.rank), role="admin", name="test") as connection:
@@ -174,6 +179,23 @@ def engines(tmp_path: Path) -> Iterator[Any]:
     yield start
     for child in running:
         child.close()
+
+
+@pytest.fixture(scope="session")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """One engine process for many tests: importing vLLM costs more than an engine of a tiny model."""
+    root = tmp_path_factory.mktemp("process")
+    child = Engines({"WCACHE_STATE_DIR": str(root / "state"), "XDG_RUNTIME_DIR": str(root)}, root / "engine.log")
+    yield child
+    child.close()
+
+
+@pytest.fixture
+def child(process: Engines) -> Iterator[Engines]:
+    """The shared engine process; engines that a test leaves behind are stopped."""
+    yield process
+    for name in process("names"):
+        process("stop", name=name)
 
 
 @pytest.fixture

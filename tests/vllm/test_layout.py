@@ -8,10 +8,9 @@ from typing import Any
 
 
 def test_every_field_that_decides_the_weights_changes_the_key_and_names_itself(
-    engines: Any, models: Path, copy_of: Any
+    child: Any, models: Path, copy_of: Any
 ) -> None:
     """One process for all cases: each argument is changed alone, and exactly the expected fields differ."""
-    child = engines()
     llama = str(models / "llama")
     base = {"model": llama, "dtype": "bfloat16", "max_model_len": 256}
     reference = child("layout", **base)
@@ -43,8 +42,7 @@ def test_every_field_that_decides_the_weights_changes_the_key_and_names_itself(
     assert reference["engine"] == "vllm" and reference["torch_version"] and reference["engine_version"]
 
 
-def test_data_parallel_ranks_differ_only_where_there_are_experts(engines: Any, models: Path) -> None:
-    child = engines()
+def test_data_parallel_ranks_differ_only_where_there_are_experts(child: Any, models: Path) -> None:
     code = """
 from types import SimpleNamespace as N
 from wcache.engine.vllm.layout import Place, experts
@@ -66,7 +64,7 @@ result = [experts(N(is_moe={moe}), parallel, Place(tp, 0, dp)) for dp in (0, 1) 
     ]
 
 
-def test_a_value_without_a_canonical_form_is_an_error_and_not_a_constant(engines: Any) -> None:
+def test_a_value_without_a_canonical_form_is_an_error_and_not_a_constant(child: Any) -> None:
     code = """
 from wcache.engine.vllm.layout import plain
 from wcache.errors import FingerprintError
@@ -75,4 +73,4 @@ try:
 except FingerprintError as e:
     result = str(e)
 """
-    assert "extra.x.a[1]: a builtins.object" in engines()("evaluate", code=code)
+    assert "extra.x.a[1]: a builtins.object" in child("evaluate", code=code)

@@ -76,10 +76,10 @@ def test_a_server_answers_over_http_from_mapped_weights(
         server = subprocess.Popen(command, stdout=out, stderr=out, env=env)
     try:
         wait_healthy("http://127.0.0.1:18377", server, log)
-        body = {"model": model, "prompt": "w5 w6 w7", "max_tokens": 8, "temperature": 0}
+        body = {"model": model, "prompt": "the weight cache keeps", "max_tokens": 8, "temperature": 0}
         first = complete("http://127.0.0.1:18377", body)
         daemon.kill()
-        assert complete("http://127.0.0.1:18377", body) == first and len(first.split()) == 8
+        assert complete("http://127.0.0.1:18377", body) == first != ""
         assert "(zero_copy mode)" in log.read_text()
     finally:
         server.terminate()
