@@ -18,8 +18,11 @@ import transformers
 from daemons import Daemon
 
 import wcache
+from wcache.engine.transformers import layout
 
 BLOCK = 16
+
+Quantize = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 @pytest.fixture
@@ -58,50 +61,53 @@ def fp8(directory: Path) -> Path:
     return rewrite(tiny.save("llama-untied", directory), config, fp8_blocks)
 
 
-def int8_channels(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    scale = weight.float().abs().amax(1, keepdim=True) / 127
-    return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale.to(weight.dtype)}
-
-
-def int4_packed(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def packed(bits: int) -> Quantize:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    scale = weight.float().abs().amax(1, keepdim=True) / 7
-    values = (weight / scale).round().clamp(-8, 7).to(torch.int8)
-    return {
-        name.replace("weight", "weight_packed"): pack_to_int32(values, 4),
-        name.replace("weight", "weight_scale"): scale.to(weight.dtype),
-        name.replace("weight", "weight_shape"): torch.tensor(weight.shape),
-    }
+    most = 2 ** (bits - 1) - 1
+
+    def quantize(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = weight.float().abs().amax(1, keepdim=True) / most
+        values = (weight / scale).round().clamp(-most - 1, most).to(torch.int8)
+        return {
+            f"{name}_packed": pack_to_int32(values, bits),
+            f"{name}_scale": scale.to(weight.dtype),
+            f"{name}_shape": torch.tensor(weight.shape),
+        }
+
+    return quantize
 
 
 def compressed(directory: Path, bits: int) -> Path:
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
     config = {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized" if bits == 8 else "pack-quantized",
+        "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": ["lm_head"],
     }
-    checkpoint = tiny.save("llama-untied", directory)
-    return rewrite(checkpoint, config, int8_channels if bits == 8 else int4_packed)
+    return rewrite(tiny.save("llama-untied", directory), config, packed(bits))
+
+
+def decompressed() -> dict[str, Any]:
+    return {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("make", "given"),
     [
-        (fp8, {}),
-        (lambda d: compressed(d, 8), {}),
-        (lambda d: compressed(d, 4), {}),
+        (fp8, dict),
+        (lambda d: compressed(d, 8), dict),
+        (lambda d: compressed(d, 4), dict),
+        (lambda d: compressed(d, 4), decompressed),
     ],
-    ids=["fp8", "compressed-int8", "compressed-int4"],
+    ids=["fp8", "compressed-8-bit", "compressed-4-bit", "decompressed"],
 )
-@pytest.mark.filterwarnings("default")
 def test_a_quantized_model_is_what_transformers_makes_of_it(
-    short_dir: Path, load: Callable[..., Any], opened: Callable[..., Any], make: Any, options: dict[str, Any]
+    short_dir: Path, load: Callable[..., Any], opened: Callable[..., Any], make: Any, given: Any
 ) -> None:
-    directory = make(short_dir / "model")
+    directory, options = make(short_dir / "model"), given()
     plain = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
     cold = load(directory, **options)
     with opened(directory) as names:
@@ -116,14 +122,18 @@ def test_a_quantized_model_is_what_transformers_makes_of_it(
 
 
 def test_a_method_that_keeps_objects_beside_its_tensors_is_refused_by_name(
-    daemon: Daemon, short_dir: Path, load: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    daemon: Daemon,
+    short_dir: Path,
+    load: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    directory = tiny.save("llama-untied", short_dir / "model")
-    config = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    """Any quantizer that is not known to leave plain tensors; here one that for once is not on the list."""
+    directory = compressed(short_dir / "model", 4)
+    monkeypatch.setattr(layout, "_KNOWN_METHODS", ("fp8",))
     with caplog.at_level(logging.WARNING):
-        model = load(directory, quantization_config=config)
-    assert "Weight cache unusable (unsupported: quantization torchao keeps its state" in caplog.text
+        model = load(directory)
+    assert "Weight cache unusable (unsupported: quantization" in caplog.text
+    assert "keeps its state in objects beside the tensors" in caplog.text
     assert wcache.transformers.attachment(model) is None
     assert not daemon.status().shards

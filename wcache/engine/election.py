@@ -65,7 +65,7 @@ def run_for(query: Query, target: Target, miss: Miss, bytes_total: int) -> Attac
         return None
     for _ in range(_ROUNDS):
         try:
-            publication = _begin(query, target, bytes_total)
+            publication = claim(query, target, bytes_total)
         except Busy:
             publication = None
         except (WcacheError, OSError) as e:
@@ -79,7 +79,8 @@ def run_for(query: Query, target: Target, miss: Miss, bytes_total: int) -> Attac
     return None
 
 
-def _begin(query: Query, target: Target, bytes_total: int) -> Publication | None:
+def claim(query: Query, target: Target, bytes_total: int, *, wait_s: float = 0.0) -> Publication | None:
+    """The right to be the single writer; None: it is resident already. `wait_s`: for another writer. Raises Busy."""
     return begin(
         query,
         target.where.path,
@@ -88,6 +89,7 @@ def _begin(query: Query, target: Target, bytes_total: int) -> Publication | None
         spec=target.spec,
         name=target.where.name,
         device=target.where.device,
+        wait_s=wait_s,
         connect_timeout_s=target.where.connect_timeout_s,
     )
 

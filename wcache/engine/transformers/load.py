@@ -19,13 +19,13 @@ from typing import Any
 from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
 from wcache.engine import snapshot
 from wcache.engine.client import Attachment
-from wcache.engine.election import Target, release_copy, run_for, say_mapped, say_missed
+from wcache.engine.election import Target, claim, release_copy, run_for, say_mapped, say_missed
 from wcache.engine.options import where
 from wcache.engine.publish import Publication
 from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import tensors_of
 from wcache.engine.transformers import seam
-from wcache.engine.transformers.request import Request, ask, prepare
+from wcache.engine.transformers.request import Request, ask, identified, prepare
 from wcache.errors import ConfigError, Miss, PublishError, StructureError, WcacheError
 from wcache.model import IdentityPolicy, MissReason, Mode
 
@@ -59,7 +59,7 @@ def from_pretrained(
     faults. Training them raises TrainingRefused at the first gradient; `mode="copy"` is the way out. Buffers are
     private. What Transformers raises is raised; Miss only without `fallback`.
     """
-    chosen = _class(auto_class)
+    chosen = class_of(auto_class)
     asked = where(
         pretrained_model_name_or_path,
         rank,
@@ -79,13 +79,18 @@ def attachment(model: Any) -> Attachment | None:
     return _attachments.get(model)
 
 
-def _class(auto_class: str | type) -> Any:
+def class_of(auto_class: str | type) -> Any:
+    """The class whose from_pretrained is meant. Raises ConfigError."""
     import transformers
 
     found = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
     if not hasattr(found, "from_pretrained"):
         raise ConfigError(f"auto_class {auto_class!r}: a class with from_pretrained, or the name of one, is expected")
     return found
+
+
+class AlreadyResident(Exception):
+    """Ends a preload that has nothing to do."""
 
 
 @dataclass(slots=True)
@@ -131,6 +136,8 @@ class Load:
             info = self._from_cache(model, files, load_config)
             if info is not None:
                 return info, None
+        except AlreadyResident:
+            raise
         except WcacheError as e:
             self._missed(e if isinstance(e, Miss) else Miss(MissReason.UNSUPPORTED, str(e), hint=e.hint))
         except Exception as e:  # whatever a model nobody has seen makes of us, Transformers can still load it
@@ -161,6 +168,9 @@ class Load:
         self._before = snapshot.skeleton(model)
         request = prepare(model, files, load_config, self._before, self.arguments, self.policy)
         self.target = replace(self.target, where=replace(self.target.where, device=request.device))
+        if self.target.spec is not None:
+            self._claim(request)
+            return None
         self._request, found = ask(request, self.target)
         if isinstance(found, Miss):
             if not self.fallback:
@@ -168,12 +178,20 @@ class Load:
             won = run_for(self._request.query, self.target, found, self._request.survey.size)
             if not isinstance(won, Attachment):
                 self._publication = won
-                if won is not None and self.on_publication is not None:
-                    self.on_publication(won)
                 self._missed(found)
                 return None
             found = won
         return self._bind(model, found)
+
+    def _claim(self, request: Request) -> None:
+        """A rank's own preload attaches nothing, since an attach would wait for the preload. Raises AlreadyResident."""
+        self._request = identified(request)
+        survey, wait_s = request.survey, self.target.where.left_s
+        self._publication = claim(self._request.query, self.target, survey.size, wait_s=wait_s)
+        if self._publication is None:
+            raise AlreadyResident
+        if self.on_publication is not None:
+            self.on_publication(self._publication)
 
     def _bind(self, model: Any, held: Attachment) -> Any:
         from transformers.utils.loading_report import LoadStateDictInfo

@@ -20,7 +20,7 @@ from wcache.engine.loader import device_of
 from wcache.engine.options import where
 from wcache.engine.publish import Publication
 from wcache.engine.tensors import torch_device
-from wcache.engine.transformers.load import Load, _class
+from wcache.engine.transformers.load import AlreadyResident, Load, class_of
 from wcache.errors import ConfigError, LoaderError
 from wcache.model import CPU
 from wcache.protocol.messages import ProgressInfo
@@ -35,7 +35,7 @@ _TAKEN = {"dtype": "dtype", "torch_dtype": "dtype", "revision": "revision", "dev
 def run(config: Config, rank: int, socket: Path, spec: str) -> None:
     """Make the configured model resident. Raises ConfigError, LoaderError."""
     arguments = _arguments(config, rank)
-    chosen = _class(arguments.pop("auto_class", "AutoModelForCausalLM"))
+    chosen = class_of(arguments.pop("auto_class", "AutoModelForCausalLM"))
     asked = where(
         config.model or "",
         rank,
@@ -47,8 +47,12 @@ def run(config: Config, rank: int, socket: Path, spec: str) -> None:
         state_timeout_s=config.timeouts.state_s,
     )
     load = Load(Target(asked, spec=spec), config.identity, arguments, fallback=True)
-    with _progress(load):
-        load.run(lambda: chosen.from_pretrained(config.model, **arguments))
+    try:
+        with _progress(load):
+            load.run(lambda: chosen.from_pretrained(config.model, **arguments))
+    except AlreadyResident:
+        log.info("already resident: nothing to read")
+        return
     if load.held is None:
         why = load.failed or load.miss
         raise LoaderError(f"{config.model}: nothing was published: {why}", hint=why.hint if why is not None else "")

@@ -79,10 +79,17 @@ def ask(request: Request, target: Target) -> tuple[Request, Attachment | Miss]:
     found = look(request.query, target)
     if isinstance(found, Attachment) or request.query.content is not None or found.reason in _NOBODY:
         return request, found
+    known = identified(request)
+    return known, look(known.query, target)
+
+
+def identified(request: Request) -> Request:
+    """Hash the files that are not known. Raises CheckpointError."""
+    if request.query.content is not None:
+        return request
     with host_store() as store:
         content = identify(request.survey, store, request.query.policy).content
-    known = replace(request, query=_with_content(request.query, content))
-    return known, look(known.query, target)
+    return replace(request, query=_with_content(request.query, content))
 
 
 def _with_content(query: Query, content: str | None) -> Query:
