@@ -266,8 +266,8 @@ def test_a_quarantined_preload_is_loaded_anew(make_rank: Callable[..., Daemon], 
     daemon.start()
     with daemon.connect() as admin:
         admin.ask(Verify(), Verified)
-    status = daemon.wait_status(lambda s: any(x.state == "resident" for x in s.shards), "loaded anew")
-    assert status.state is RankState.READY
+    status = daemon.wait_status(lambda s: s.state is RankState.READY, "loaded anew")
+    assert [x.state for x in status.shards] == ["resident"]
     assert "quarantined" in daemon.log
 
 

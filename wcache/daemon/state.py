@@ -62,7 +62,7 @@ class State:
             return RankState.STARTING
         if self._verifying:
             return RankState.VERIFYING
-        if self.preload.satisfied:
+        if self.preload.satisfied and not self.preload.loading:  # a loader that still ends still holds memory
             return RankState.READY
         return RankState.FAILED if self.preload.failed else RankState.LOADING
 
