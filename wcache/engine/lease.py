@@ -164,13 +164,13 @@ class Lease:
 
     def _lose(self) -> None:
         self._take(None)
-        self._become(LeaseState.LOST)
         log.warning(
             "rank %d: the weight cache daemon went away; the weights stay mapped, the lease is taken up again"
             " when it is back",
             self.rank,
             extra=fields(MESSAGE_ID=DAEMON_LOST, WCACHE_RANK=self.rank, WCACHE_FINGERPRINT=self.fingerprint),
         )
+        self._become(LeaseState.LOST)
 
     def _come_back(self) -> bool:
         """Reconnect and reattach, however long it takes; False when the lease ended or its generation is gone."""
@@ -181,7 +181,6 @@ class Lease:
                     return True
             except Miss as e:
                 if e.reason not in _PASSING:
-                    self._become(LeaseState.GONE)
                     log.warning(
                         "rank %d: the daemon no longer has generation %d of shard %s (%s); this process keeps its"
                         " own mapping",
@@ -190,6 +189,7 @@ class Lease:
                         self.fingerprint[:12],
                         e,
                     )
+                    self._become(LeaseState.GONE)
                     return False
             except (WcacheError, OSError) as e:
                 log.debug("rank %d: not back yet: %s", self.rank, e)
@@ -210,8 +210,8 @@ class Lease:
         if not self._take(connection):
             connection.close()
             return False
-        self._become(LeaseState.HELD)
         log.info("rank %d: the weight cache daemon is back; the lease stands again", self.rank)
+        self._become(LeaseState.HELD)
         return True
 
     def _take(self, connection: Connection | None) -> bool:
