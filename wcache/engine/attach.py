@@ -29,6 +29,7 @@ from wcache.engine.timing import Stopwatch
 from wcache.errors import Miss, OutOfMemory, StructureError
 from wcache.model import IdentityPolicy, Kind, Mode, Placement, Sizes
 from wcache.weights.fingerprint import LayoutKey
+from wcache.weights.segment import Access
 
 
 def attach(
@@ -48,6 +49,7 @@ def attach(
     publish: bool = True,
     identity: IdentityPolicy | str = IdentityPolicy.CONTENT,
     device: str | torch.device | None = None,
+    access: Access | str | None = None,
     socket_dir: str | os.PathLike[str] | None = None,
     socket_path: str | os.PathLike[str] | None = None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
@@ -61,7 +63,9 @@ def attach(
     `layout`: ask for what an engine published under a layout of its own; nothing can be loaded in its place, so that a
     miss raises. `mode` "copy": private memory, and the cache is freed if nobody else holds it. `fallback` False: a miss
     raises. `publish` False: what was loaded from disk is not offered to the rank. `device`: "cpu", "cuda:N" or a GPU's
-    UUID; by default wherever the rank has its weights. `state_timeout_s`: how long to wait for a load under way.
+    UUID; by default wherever the rank has its weights. `access` "rw" maps a resident shard of a GPU writable: a write then
+    changes what every engine computes with, and the shard's digest; by default GPU memory is read-only and host pages
+    are private. `state_timeout_s`: how long to wait for a load under way.
     The result's `tensors` maps every name to a tensor that stays valid as long as it is referenced.
     Raises CheckpointError, PlanError, ConfigError for bad input, Miss only without `fallback` (or with `layout`).
     """
@@ -84,7 +88,7 @@ def attach(
         if layout is not None:
             request = replace(request, layout=layout)
         watch.lap("identify")
-        start = Start(request, store, place, wanted, publish, watch)
+        start = Start(request, store, place, wanted, publish, watch, None if access is None else Access(access))
         held = start.from_cache_or_disk() if fallback and layout is None else _hit(start.from_cache())
     try:
         if wanted is Mode.COPY:

@@ -47,6 +47,7 @@ class Start:
     mode: Mode
     publish: bool
     watch: Stopwatch
+    access: Access | None = None
 
     def from_cache(self) -> Attachment | Miss:
         """Attach, or say why not. Raises CheckpointError when the checkpoint cannot even be hashed."""
@@ -98,6 +99,7 @@ class Start:
                 connect_timeout_s=where.connect_timeout_s,
                 name=where.name,
                 device=where.device,
+                access=self.access,
                 watch=self.watch,
             )
         except (WcacheError, OSError) as e:
