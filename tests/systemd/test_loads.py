@@ -14,9 +14,9 @@ UNIT = "wcache@0.service"
 
 def test_a_load_slower_than_the_start_timeout_succeeds_as_long_as_bytes_move(group: Manager, large: Path) -> None:
     timeout_s = 12
-    group.install(config(large, timeouts="{stall_s = 8.0}"))
+    group.install(config(large, timeouts="{stall_s = 10.0}"))
     traced = Traced(group.host, WCACHE, large)
-    slow = traced.directives("-e", "inject=preadv:delay_enter=1500000")
+    slow = traced.directives("-e", "inject=preadv:delay_enter=4000000")
     group.drop_in(f"{slow}TimeoutStartSec={timeout_s}s\n")
     group.systemctl("start", UNIT)
     begun, ended = (group.number(UNIT, f"{edge}TimestampMonotonic") for edge in ("InactiveExit", "ActiveEnter"))
