@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import tqdm
 import transformers
 from daemons import Daemon
 
@@ -24,6 +25,7 @@ _EVENT = struct.Struct("iIII")
 def no_progress_bars() -> None:
     """A bar starts a thread for the life of the process."""
     transformers.utils.logging.disable_progress_bar()
+    tqdm.tqdm.monitor_interval = 0
 
 
 @pytest.fixture

@@ -20,6 +20,12 @@ from daemons import Daemon
 import wcache
 from wcache.engine.transformers import layout
 
+# compressed-tensors warns when it is imported, and Transformers of every quantization_config beside the checkpoint's.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
+]
+
 BLOCK = 16
 
 Quantize = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
