@@ -62,7 +62,11 @@ def methods(model: nn.Module) -> dict[str, str]:
 
 def _choice(chosen: Any) -> str:
     """A class and the enum members and classes among its attributes (`unquantized_backend`, `experts_cls`)."""
-    picked = {k: v.name if isinstance(v, Enum) else v.__name__ for k, v in vars(chosen).items() if _is_choice(v)}
+    picked = {
+        k: v.name if isinstance(v, Enum) else v.__name__
+        for k, v in getattr(chosen, "__dict__", {}).items()
+        if _is_choice(v)
+    }
     inner = ", ".join(f"{k}={picked[k]}" for k in sorted(picked))
     return f"{type(chosen).__name__}({inner})"
 

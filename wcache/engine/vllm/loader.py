@@ -165,6 +165,9 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         except WcacheError as e:
             log.warning("wcache: not published: %s", e)
             return
+        except Exception:  # an engine that has its weights serves, whatever became of their publication
+            log.exception("wcache: not published")
+            return
         log.info("wcache: published for the next start in %.2f s", time.perf_counter() - start)
 
 

@@ -72,6 +72,9 @@ def _prepare(
         content = _content(found, policy, progress)
     except WcacheError as e:
         return e
+    except Exception as e:  # a vLLM unlike the known ones still loads from disk
+        log.debug("wcache: no request can be made", exc_info=True)
+        return Miss(MissReason.UNSUPPORTED, f"this vLLM cannot be asked about its layout: {type(e).__name__}: {e}")
     query = Query(layout=layout, model=str(model_config.model), content=content, source=stamps_id(found), policy=policy)
     rank = place.global_rank(vllm_config.parallel_config)
     return Request(query, found, place, rank, device_name(), time.perf_counter() - start)
