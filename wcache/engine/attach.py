@@ -63,7 +63,7 @@ def attach(
     `layout`: ask for what an engine published under a layout of its own; nothing can be loaded in its place, so that a
     miss raises. `mode` "copy": private memory, and the cache is freed if nobody else holds it. `fallback` False: a miss
     raises. `publish` False: what was loaded from disk is not offered to the rank. `device`: "cpu", "cuda:N" or a GPU's
-    UUID; by default wherever the rank has its weights. `access` "rw" maps a resident shard of a GPU writable: a write then
+    UUID; by default wherever the rank has its weights. `access` "rw" maps a GPU's resident shard writable: a write then
     changes what every engine computes with, and the shard's digest; by default GPU memory is read-only and host pages
     are private. `state_timeout_s`: how long to wait for a load under way.
     The result's `tensors` maps every name to a tensor that stays valid as long as it is referenced.
