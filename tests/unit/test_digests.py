@@ -23,7 +23,7 @@ from wcache.weights.digests import Claim, DigestStore, settled
 OLD = Stamp(device=1, inode=2, size=3, mtime_ns=1_000_000_000_123, ctime_ns=1_000_000_000_456)
 A, B = "a" * 64, "b" * 64
 S = 1_000_000_000
-spawn = multiprocessing.get_context("spawn")
+fork = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -356,7 +356,7 @@ def hammer(path: Path, worker: int, rounds: int) -> None:
 
 @pytest.mark.parametrize("ruin", [False, True], ids=["peaceful", "ruined under way"])
 def test_four_processes_share_a_store_and_lose_nothing(path: Path, ruin: bool) -> None:
-    workers = [spawn.Process(target=hammer, args=(path, i, 30)) for i in range(0 if ruin else 1, 4)]
+    workers = [fork.Process(target=hammer, args=(path, i, 30)) for i in range(0 if ruin else 1, 4)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -378,8 +378,8 @@ def hold(path: Path, ready, stop) -> None:
 
 
 def test_a_file_is_claimed_by_one_process_and_taken_over_when_that_dies(path: Path) -> None:
-    ready, stop = spawn.Event(), spawn.Event()
-    holder = spawn.Process(target=hold, args=(path, ready, stop))
+    ready, stop = fork.Event(), fork.Event()
+    holder = fork.Process(target=hold, args=(path, ready, stop))
     holder.start()
     assert ready.wait(30)
     with DigestStore(path) as store:

@@ -429,7 +429,7 @@ def test_four_ranks_that_start_at_once_hash_each_file_once(model, store) -> None
     for i, name in enumerate(names):
         model.file(name, (f"t{i}", "F32", [256, 1024], i))
     settle(*(model.path(n) for n in names))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     start, answers = context.Event(), context.SimpleQueue()
     ranks = [context.Process(target=rank, args=(model.directory, store.path.parent, start, answers)) for _ in range(4)]
     for process in ranks:
