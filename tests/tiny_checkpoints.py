@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,15 @@ def save(name: str, directory: Path, *, seed: int = 0, **shards: Any) -> Path:
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config).to(dtype)
     model.save_pretrained(directory, **shards)
+    settle(directory)
     return directory
+
+
+def settle(directory: Path) -> None:
+    """Wait until a digest taken now is trusted later: files younger than that margin are hashed again."""
+    newest = max(p.stat().st_ctime_ns for p in directory.iterdir())
+    while time.time_ns() - newest < 150_000_000:
+        time.sleep(0.01)
 
 
 def input_ids() -> torch.Tensor:
