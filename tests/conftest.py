@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -116,6 +117,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run in the background: children would not hear Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "keeps(why): leaves descriptors or threads of a runtime to the process")
     if os.environ.get("WCACHE_TEST_WHEEL") and Path(wcache.__file__).is_relative_to(ROOT / "wcache"):
         raise pytest.UsageError(f"the installed wheel was to be tested, but wcache is {wcache.__file__}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ def group(directory: Path, rendezvous: Path, socket_dir: Path) -> list[dict[str,
         subprocess.Popen(
             [sys.executable, str(ENGINE), str(rank), "2", str(rendezvous), str(directory), str(socket_dir)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(ENGINE.parent)},
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -42,7 +44,7 @@ def group(directory: Path, rendezvous: Path, socket_dir: Path) -> list[dict[str,
     finally:
         for engine in engines:
             engine.kill()
-            engine.wait()
+            engine.communicate()
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied"])
