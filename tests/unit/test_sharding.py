@@ -218,13 +218,23 @@ def test_with_stages_the_last_one_gets_its_own_copy_of_a_tied_head() -> None:
 
 
 @pytest.mark.parametrize("lost", ["lm_head.weight", "model.layers.0.self_attn.v_proj.weight", "model.norm.weight"])
-def test_a_checkpoint_that_lacks_a_tensor_of_the_model_is_refused_by_name(lost: str) -> None:
+def test_a_checkpoint_that_lacks_a_tensor_of_the_model_is_not_split_and_the_refusal_names_it(lost: str) -> None:
     tensors = llama()
     del tensors[lost]
     with pytest.raises(CheckpointError) as error:
-        shards(tensors, CONFIG, Sizes())
+        shards(tensors, CONFIG, Sizes(tp=2))
     assert error.value.fault is CheckpointFault.MISSING_TENSOR
     assert lost.rpartition(".")[0] in str(error.value)
+
+
+def test_a_rank_of_its_own_holds_whatever_the_checkpoint_names_and_says_what_is_not_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tensors = llama() | {"of.another.model": numbered(4)}
+    del tensors["model.norm.weight"]
+    (found,) = shards(tensors, CONFIG, Sizes())
+    assert found.keys() == tensors.keys()
+    assert "lacks model.norm" in caplog.text
 
 
 def test_a_layer_beyond_those_of_the_configuration_is_refused() -> None:

@@ -8,19 +8,23 @@ experts are spread whole, in blocks of neighbours, over the ranks of a stage. Al
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from wcache.errors import CheckpointError, ConfigError, PlanError
-from wcache.model import CheckpointFault, Placement, nbytes
+from wcache.model import CheckpointFault, Placement, Sizes, nbytes
 from wcache.weights.checkpoint import Checkpoint, TensorEntry
 from wcache.weights.expression import choices, config_value, fill, pattern, size
 from wcache.weights.fingerprint import LayoutKey
+from wcache.weights.header import describe
 from wcache.weights.plan import NO_PLAN, Default, Plan, Rule, Split, Stack, Stage, architecture, plan_for
 from wcache.weights.slicing import EVERYTHING, Cut, Piece, cut, is_scale, local_shape, pieces
 
 __all__ = ["AUTO", "ENGINE", "LAYOUT_VERSION", "Plan", "ShardPlan", "ShardTensor", "layout_key", "plan_for", "shard"]
+
+log = logging.getLogger(__name__)
 
 ENGINE = "safetensors"
 LAYOUT_VERSION = "1"  # goes up when the same plan would give other bytes, names or shapes
@@ -133,7 +137,11 @@ def _tied(plan: Plan, config: Mapping[str, Any], tensors: Mapping[str, TensorEnt
 
 
 def _check_required(sharding: _Sharding, names: Iterable[str]) -> None:
-    """Every tensor without which the model would run on uninitialised memory. Raises CheckpointError naming them."""
+    """Every tensor that the architecture needs in each layer, if there is anything to split.
+
+    A rank that holds the whole checkpoint holds whatever it names: an engine whose module needs more is told by the
+    structural check. A part of an incomplete model would go unnoticed for longer. Raises CheckpointError naming them.
+    """
     missing = []
     names = list(names)
     for text in (one for required in sharding.plan.required for one in choices(required)):
@@ -141,6 +149,9 @@ def _check_required(sharding: _Sharding, names: Iterable[str]) -> None:
         found = {tuple(sorted(n.items())) for name in names if (n := wanted.match(name)) is not None}
         every = sharding.every(wanted.numbers)
         missing += [fill(text, numbers) for numbers in every if tuple(sorted(numbers.items())) not in found]
+    if missing and sharding.placement.sizes == Sizes():
+        log.warning("the checkpoint is no complete model: it lacks %s", describe(missing))
+        return
     _refuse_missing(missing)
 
 
