@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,13 +92,24 @@ def wait_until() -> Callable[[Callable[[], object], float, str], None]:
     return wait
 
 
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[_failed] = report.failed
+    return report
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Open files, sockets, child processes, mapped segments and threads are the same before and after a test."""
     before = held()
     yield
-    if request.node.get_closest_marker("keeps"):
-        return
+    if request.node.get_closest_marker("keeps") or request.node.stash.get(_failed, False):
+        return  # the traceback of a failed test holds its locals; what it left is not the news
     deadline = time.monotonic() + SETTLE_S
     while more := held().beyond(before):
         if time.monotonic() > deadline:

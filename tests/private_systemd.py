@@ -87,13 +87,39 @@ class Host:
         subprocess.run([SCRIPT, "stop", self.directory], check=True)
 
 
+class Public:
+    """Our Python, its packages and this checkout where every user inside can reach them, wherever they lie outside."""
+
+    ROOT = Path("/run/public")
+
+    def __init__(self, host: Host) -> None:
+        packages = [path for path in sys.path if path.endswith("site-packages")]
+        there = [str(self._bind(host, Path(path), f"packages-{i}")) for i, path in enumerate(packages)]
+        checkout = self._bind(host, REPO, "checkout")
+        if not os.environ.get("WCACHE_TEST_WHEEL"):
+            there.append(str(checkout))
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        python = self._bind(host, Path(sys.base_prefix), "python") / "bin" / version
+        self.installer: tuple[str | Path, ...] = (python, checkout / "scripts" / "install")
+        self.wcache = self.ROOT / "wcache"
+        host.run("tee", self.wcache, text=f'#!/bin/sh\nPYTHONPATH={":".join(there)} exec {python} -P -m wcache "$@"\n')
+        host.run("chmod", "755", self.wcache)
+
+    def _bind(self, host: Host, outside: Path, name: str) -> Path:
+        inside = self.ROOT / name
+        host.run("mkdir", "-p", inside)
+        host.run("mount", "--bind", outside, inside)
+        return inside
+
+
 class Manager:
     """The system manager of a host, or with `uid` that user's; our units are those of the test's checkpoint."""
 
-    def __init__(self, host: Host, *, uid: int | None = None, wcache: Path = WCACHE) -> None:
+    def __init__(self, host: Host, *, uid: int | None = None, public: Public | None = None) -> None:
         self.host = host
         self.uid = uid
-        self.wcache = wcache
+        self.wcache = WCACHE if public is None else public.wcache
+        self.installer = (sys.executable, REPO / "scripts/install") if public is None else public.installer
         home = f"/run/home/{uid}/.config"
         self.units = Path("/etc/systemd/system" if uid is None else f"{home}/systemd/user")
         self.config = Path("/etc/wcache/wcache.toml" if uid is None else f"{home}/wcache/wcache.toml")
@@ -118,8 +144,7 @@ class Manager:
         """The configuration, our units by scripts/install, and a daemon-reload."""
         self.write(self.config, config)
         scope = [] if self.uid is None else ["--user"]
-        self.run(sys.executable if self.uid is None else "/usr/bin/python3", REPO / "scripts" / "install", *scope,
-                 "--wcache", self.wcache, "--reload")  # fmt: skip
+        self.run(*self.installer, *scope, "--wcache", self.wcache, "--reload")
 
     def drop_in(self, text: str) -> None:
         """Directives for all ranks, as an operator would add them; "" takes them away."""

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from private_systemd import REPO, Host, Manager, config
+from private_systemd import REPO, Host, Manager, Public, config
 
 NOBODY = 65534
-_USERS_PYTHON = "/usr/bin/python3"
 
 
 @pytest.fixture(scope="session")
@@ -95,21 +94,17 @@ def ready(group: Manager) -> Manager:
     return group
 
 
+@pytest.fixture(scope="session")
+def public(host: Host) -> Public:
+    return Public(host)
+
+
 @pytest.fixture
-def user(host: Host, llama: Path, shared_dir: Path) -> Iterator[Manager]:
-    """The manager of a user without privileges, with one rank; root's own where no other user can run our Python."""
-    program = shared_dir / "wcache"
-    paths = ":".join(path for path in sys.path if path.endswith("site-packages"))
-    source = "" if os.environ.get("WCACHE_TEST_WHEEL") else f":{REPO}"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH="{paths}{source}" exec {_USERS_PYTHON} -P -m wcache "$@"\n')
-    program.chmod(0o755)
-    can = host.run(program, "version", uid=NOBODY, check=False)
-    uid, wcache = (NOBODY, program) if can.returncode == 0 else (0, Manager(host).wcache)
-    if uid == 0:
-        print(f"uid {NOBODY} cannot run wcache here, using root's user manager: {can.stderr}")
-    manager = Manager(host, uid=uid, wcache=wcache)
+def user(host: Host, public: Public, llama: Path) -> Iterator[Manager]:
+    """The manager of a user without any privileges, with one rank."""
+    manager = Manager(host, uid=NOBODY, public=public)
     manager.install(config(llama))
     yield manager
     manager.clear()
-    host.run("systemctl", "stop", f"user@{uid}.service")
-    shutil.rmtree(host.path(f"/run/home/{uid}"), ignore_errors=True)
+    host.run("systemctl", "stop", f"user@{NOBODY}.service")
+    shutil.rmtree(host.path(f"/run/home/{NOBODY}"), ignore_errors=True)

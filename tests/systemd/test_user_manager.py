@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same units in a user's service manager, for a user without privileges where one can run our Python."""
+"""The same units in a user's service manager, of a user without any privileges."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def test_a_users_daemon_keeps_its_files_with_the_user(user: Manager) -> None:
 
 
 def test_uninstall_refuses_while_ranks_run_and_leaves_only_configuration_after(user: Manager) -> None:
-    from private_systemd import REPO
-
-    install = ("/usr/bin/python3", REPO / "scripts" / "install", "--user", "--uninstall")
+    install = (*user.installer, "--user", "--uninstall")
     user.systemctl("start", "wcache@0.socket")
     refused = user.run(*install, check=False)
     assert refused.returncode == 1
