@@ -51,6 +51,7 @@ def rewrite(
     safetensors.torch.save_file(made, file, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    tiny.settle(directory)
     return directory
 
 
