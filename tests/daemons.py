@@ -229,6 +229,22 @@ class Daemon:
             self.kill()
 
 
+@contextlib.contextmanager
+def making(directory: Path) -> Iterator[Callable[..., Daemon]]:
+    """Make (not start) daemons on one directory; all are ended at the end of the block, and their log is printed."""
+    made: list[Daemon] = []
+
+    def make(**options: object) -> Daemon:
+        made.append(Daemon(directory, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for daemon in made:
+        daemon.close()
+    if made:
+        print(made[0].log)
+
+
 def _toml(key: str, value: object) -> str:
     if isinstance(value, dict):
         return f"[{key}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in value.items())

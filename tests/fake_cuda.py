@@ -267,11 +267,6 @@ class FakeGpu:
         self._step("copy_out", what)
         self._enqueue(stream, lambda: ctypes.memmove(target, source, size))
 
-    def copy_within(self, target: int, source: int, size: int, stream: Any, what: str) -> None:
-        self._step("copy_within", what)
-        self._writable(target, what)
-        self._enqueue(stream, lambda: ctypes.memmove(target, source, size))
-
     def fill(self, address: int, byte: int, size: int, stream: Any, what: str) -> None:
         self._step("fill", what)
         self._writable(address, what)

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tiny_checkpoints import zero
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,21 +52,7 @@ def make(kind: str, directory: Path, *, seed: int = 0) -> Path:
 def twin(source: Path, directory: Path, tensor: str) -> Path:
     """A copy with the same headers in which one tensor is zero."""
     shutil.copytree(source, directory)
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
-    path = directory / index["weight_map"][tensor]
-    data = bytearray(path.read_bytes())
-    length = int.from_bytes(data[:8], "little")
-    begin, end = json.loads(data[8 : 8 + length])[tensor]["data_offsets"]
-    data[8 + length + begin : 8 + length + end] = bytes(end - begin)
-    path.write_bytes(data)
-    return directory
-
-
-def one_file(source: Path, directory: Path) -> Path:
-    """The same tensors in a single file without an index."""
-    directory.mkdir()
-    shutil.copy(source / "config.json", directory)
-    save_file(tensors_of(source), directory / "model.safetensors", metadata={"format": "pt"})
+    zero(directory, tensor)
     return directory
 
 

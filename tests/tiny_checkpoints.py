@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,17 @@ def save(name: str, directory: Path, *, seed: int = 0, **shards: Any) -> Path:
     model.save_pretrained(directory, **shards)
     settle(directory)
     return directory
+
+
+def zero(checkpoint: Path, tensor: str) -> None:
+    """Overwrite one tensor's bytes with zeros in place; the headers stay as they are."""
+    index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
+    file = checkpoint / index["weight_map"][tensor]
+    data = bytearray(file.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8 : 8 + length])[tensor]["data_offsets"]
+    data[8 + length + begin : 8 + length + end] = bytes(end - begin)
+    file.write_bytes(data)
 
 
 def settle(directory: Path) -> None:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 import pytest
-from daemons import Daemon, Manager
+from daemons import Daemon, Manager, making
 
 from wcache.host.fds import OwnedFd, close_all, receive, send
 from wcache.host.gpu_memory import MIB, measure
@@ -150,18 +150,13 @@ def manager(short_dir: Path) -> Iterator[Manager]:
 @pytest.fixture
 def make_daemon(short_dir: Path, manager: Manager, gpu: str) -> Iterator[Callable[..., Daemon]]:
     """Make (not start) a rank's daemon on the GPU; it is ended after the test."""
-    made: list[Daemon] = []
+    with making(short_dir) as make:
 
-    def make(**config: object) -> Daemon:
-        settings = {"backend": "cuda", "devices": [gpu], **config}
-        made.append(Daemon(short_dir, config=settings, manager=manager, environment=environment()))
-        return made[-1]
+        def on_gpu(**config: object) -> Daemon:
+            settings = {"backend": "cuda", "devices": [gpu], **config}
+            return make(config=settings, manager=manager, environment=environment())
 
-    yield make
-    for daemon in made:
-        daemon.close()
-    if made:
-        print(made[0].log)
+        yield on_gpu
 
 
 @pytest.fixture

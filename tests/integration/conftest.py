@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemons import Daemon, Manager
+from daemons import Daemon, Manager, making
 
 
 @pytest.fixture
@@ -29,18 +29,8 @@ def manager(short_dir: Path) -> Iterator[Manager]:
 @pytest.fixture
 def make_daemon(short_dir: Path) -> Iterator[Callable[..., Daemon]]:
     """Make (not start) daemons on one directory; all are ended after the test."""
-    made: list[Daemon] = []
-
-    def make(**options: object) -> Daemon:
-        daemon = Daemon(short_dir, **options)  # type: ignore[arg-type]
-        made.append(daemon)
-        return daemon
-
-    yield make
-    for daemon in made:
-        daemon.close()
-    if made:
-        print(made[0].log)
+    with making(short_dir) as make:
+        yield make
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tqdm
 import transformers
-from daemons import Daemon
+from daemons import Daemon, making
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _IN_OPEN, _IN_NONBLOCK = 0x20, 0x800
@@ -40,17 +40,8 @@ def short_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def make_daemon(short_dir: Path) -> Iterator[Callable[..., Daemon]]:
-    made: list[Daemon] = []
-
-    def make(**options: object) -> Daemon:
-        made.append(Daemon(short_dir, **options))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for daemon in made:
-        daemon.close()
-    if made:
-        print(made[0].log)
+    with making(short_dir) as make:
+        yield make
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_checkpoints import zero
 
 MAPPED = "Mapped {} tensors from the weight cache daemon ({} mode)"
 
@@ -20,17 +20,6 @@ def mapped(log: list[str]) -> list[str]:
 
 def unusable(log: list[str]) -> list[str]:
     return [line for line in log if line.startswith("Weight cache unusable (")]
-
-
-def zero(checkpoint: Path, tensor: str) -> None:
-    """Overwrite one tensor's bytes with zeros in place; the headers stay as they are."""
-    index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
-    file = checkpoint / index["weight_map"][tensor]
-    data = bytearray(file.read_bytes())
-    length = int.from_bytes(data[:8], "little")
-    begin, end = json.loads(data[8 : 8 + length])[tensor]["data_offsets"]
-    data[8 + length + begin : 8 + length + end] = bytes(end - begin)
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3-moe", "mixtral", "smollm2"])

@@ -134,10 +134,6 @@ class Store:
         if idle:
             self._close(holding)
 
-    def generations(self) -> set[int]:
-        with self._lock:
-            return set(self._holdings)
-
     def keep_device(self, fd: OwnedFd) -> None:
         """Hold a GPU's device node open, in the fd store as well: its memory may go when nobody has it open."""
         self._device = fd

@@ -135,10 +135,9 @@ def device_of(config: Config, rank: int) -> str:
     device = config.device(rank)
     if device is not None:
         return device
-    from wcache.host.cuda import open_driver
-    from wcache.host.gpu import at
+    from wcache.weights.segment_cuda import visible_device
 
-    return at(open_driver(), config.ranks.index(rank)).uuid
+    return visible_device(config.ranks.index(rank))
 
 
 def _engine_loader(loader: Loader) -> Callable[[Config, int, Path, str], None]:

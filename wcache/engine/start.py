@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from wcache.engine import cold
 from wcache.engine import tensors as wrapping
 from wcache.engine.client import DISK, Attachment, as_miss, attach_shard, map_segments
+from wcache.engine.election import release_copy, say_mapped, say_missed
 from wcache.engine.options import Where
 from wcache.engine.publish import Publication, begin
 from wcache.engine.request import Request
 from wcache.engine.timing import Stopwatch
 from wcache.errors import Busy, Miss, OutOfMemory, WcacheError
-from wcache.log import MISSED, fields
 from wcache.model import CPU, BackendName, MissReason, Mode, Origin
 from wcache.weights.digests import DigestStore
 from wcache.weights.fingerprint import Fingerprint
@@ -105,10 +105,7 @@ class Start:
         except (WcacheError, OSError) as e:
             self.watch.lap("connect")
             return as_miss(e).with_traceback(None)  # the attachment keeps it, and must not keep these frames
-        log.info(
-            "Mapped %d tensors from the weight cache daemon (%s mode)", len(held.manifest.tensors), self.mode,
-            extra=fields(WCACHE_RANK=held.manifest.rank, WCACHE_FINGERPRINT=held.manifest.fingerprint.id),
-        )  # fmt: skip
+        say_mapped(held)
         return held
 
     def _begin(self) -> Publication | None:
@@ -126,10 +123,7 @@ class Start:
 
     def _from_disk(self, miss: Miss, publication: Publication | None) -> Attachment:
         """Load, and publish if we may; a publication that fails costs the next start, not this one."""
-        log.warning(
-            "Weight cache unusable (%s); falling back to disk loading", f"{miss.reason}: {miss}",
-            extra=fields(MESSAGE_ID=MISSED, WCACHE_REASON=miss.reason),
-        )  # fmt: skip
+        say_missed(miss)
         self.watch.lap("connect")
         backend, publication = self._backend(publication)
         try:
@@ -204,7 +198,4 @@ def take_copy(held: Attachment) -> None:
             hint="zero_copy mode needs no second copy",
         )
     held.adopt(wrapping.copy(held.manifest, held.mapping))
-    released = held.release(evict=True)
-    if released is not None:
-        what = "freed" if released.evicted else f"kept: {released.holders} other engines hold it"
-        log.info("the weight cache was copied; the shard is %s", what)
+    release_copy(held)

@@ -164,9 +164,6 @@ class CudaGpu:
     def copy_out(self, target: int, source: int, size: int, stream: Handle, what: str) -> None:
         self._call("copy from", what, self._api.cuMemcpyDtoHAsync, target, source, size, stream)
 
-    def copy_within(self, target: int, source: int, size: int, stream: Handle, what: str) -> None:
-        self._call("copy within", what, self._api.cuMemcpyDtoDAsync, target, source, size, stream)
-
     def fill(self, address: int, byte: int, size: int, stream: Handle, what: str) -> None:
         self._call("fill", what, self._api.cuMemsetD8Async, address, byte, size, stream)
 

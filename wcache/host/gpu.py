@@ -16,7 +16,7 @@ where it happens and names operation and object: `what` is the object ("segment 
     reserve, unreserve      cuMemAddressReserve, cuMemAddressFree     hipMemAddressReserve, hipMemAddressFree
     map, unmap, allow       cuMemMap, cuMemUnmap, cuMemSetAccess      hipMemMap, hipMemUnmap, hipMemSetAccess
     copy_in, copy_in_rows   cuMemcpyHtoDAsync, cuMemcpy2DAsync        hipMemcpyHtoDAsync, hipMemcpy2DAsync
-    copy_out, copy_within   cuMemcpyDtoHAsync, cuMemcpyDtoDAsync      hipMemcpyDtoHAsync, hipMemcpyDtoDAsync
+    copy_out                cuMemcpyDtoHAsync                         hipMemcpyDtoHAsync
     fill                    cuMemsetD8Async                           hipMemsetD8Async
     pin, unpin              cuMemHostAlloc, cuMemFreeHost             hipHostMalloc, hipHostFree
     stream, event, ...      cuStream*, cuEvent*                       hipStream*, hipEvent*
@@ -116,8 +116,6 @@ class Gpu(Protocol):
     ) -> None: ...
 
     def copy_out(self, target: int, source: int, size: int, stream: Handle, what: str) -> None: ...
-
-    def copy_within(self, target: int, source: int, size: int, stream: Handle, what: str) -> None: ...
 
     def fill(self, address: int, byte: int, size: int, stream: Handle, what: str) -> None: ...
 
