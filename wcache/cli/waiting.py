@@ -54,13 +54,16 @@ def failures(context: Context, ranks: tuple[int, ...]) -> Iterator[dict[int, str
     """How each rank last failed while the block runs.
 
     A thread of its own: between a failure and the next start lie RestartSec=, a fifth of a second, and a rank that is
-    just dying can hold up a look for longer; afterwards the manager remembers nothing of it.
+    just dying can hold up a look for longer; afterwards the manager remembers nothing of it. The last look is after
+    the block, for the failure that ended it.
     """
     noted: dict[int, str] = {}
     stop = threading.Event()
 
     def note() -> None:
-        while not stop.wait(FAILURE_POLL_S):
+        over = False
+        while not over:
+            over = stop.wait(FAILURE_POLL_S)
             try:
                 seen = look_at_units(context, ranks)
             except SystemdError:  # the manager is busy; the job itself will say if something is wrong with it
