@@ -19,6 +19,7 @@ from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
 from wcache.engine import module
 from wcache.engine.claim import claimed
 from wcache.engine.client import Attachment, as_miss
+from wcache.engine.election import Target
 from wcache.engine.entries import check, module_entries, plain_attributes, state_entries
 from wcache.engine.options import default_socket_dir as default_socket_dir
 from wcache.engine.options import device_of, device_option, dtype_option, host_store, where
@@ -88,7 +89,7 @@ def attach(
         if layout is not None:
             request = replace(request, layout=layout)
         watch.lap("identify")
-        start = Start(request, store, place, wanted, publish, watch, None if access is None else Access(access))
+        start = Start(request, store, Target(place, wanted, publish), watch, None if access is None else Access(access))
         held = start.from_cache_or_disk() if fallback and layout is None else _hit(start.from_cache())
     try:
         if wanted is Mode.COPY:

@@ -102,14 +102,11 @@ class _Cached:
             if isinstance(found, Miss):
                 if not fallback:
                     raise found
-                won = run_for(query, target, found, sum(t.nbytes for _, _, t in state.registered(module)))
-                if isinstance(won, Attachment):
-                    found = won
-                else:
-                    publication = won
-                    say_missed(found)
+                size = sum(t.nbytes for _, _, t in state.registered(module))
+                found, publication = run_for(query, target, found, size)
             if isinstance(found, Attachment):
                 return _bind(module, before, found)
+            say_missed(found)
         except (Miss, StructureError) as e:
             if not fallback:
                 raise

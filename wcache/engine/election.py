@@ -1,29 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """One question to a rank: a lease on what is resident, or, after a miss, the right to be its single writer.
 
-Runs in engines that bring their own way of loading (Transformers, plain PyTorch). Of two that start cold together one
-loads and publishes, the other waits for it. Whatever goes wrong with the cache is a typed miss.
+Runs in engines. Of two that start cold together one loads and publishes, the other waits for it. Whatever goes wrong
+with the cache is a typed miss.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from wcache.engine.client import Attachment, as_miss, attach_shard
 from wcache.engine.options import Where
 from wcache.engine.publish import Publication, begin
+from wcache.engine.timing import Stopwatch
 from wcache.errors import Busy, Miss, WcacheError
 from wcache.log import MISSED, fields
 from wcache.model import MissReason, Mode, Origin
 from wcache.protocol.messages import Query
+from wcache.weights.segment import Access
 
 log = logging.getLogger(__name__)
 
-_ROUNDS = 4  # of ask, wait for another writer, ask again
-# A rank that answers so may still take what this engine loads.
+_ROUNDS = 8  # of ask, find another writer, ask again
+# A rank that answers so may still take what this engine loads. A generation that is gone was evicted while it was being
+# handed out: if the shard is back by now, the rank answers a claim with that, and grants nothing.
 _PUBLISHABLE = frozenset({
     MissReason.EMPTY, MissReason.LOADING, MissReason.CONTENT, MissReason.LAYOUT, MissReason.QUARANTINED,
+    MissReason.GENERATION_GONE,
+})  # fmt: skip
+# A rank that answers so neither serves this engine nor takes anything from it, whatever else is asked.
+POINTLESS = frozenset({
+    MissReason.NO_DAEMON, MissReason.DENIED, MissReason.DEVICE, MissReason.DRAINING, MissReason.PROTOCOL,
 })  # fmt: skip
 
 
@@ -41,7 +50,9 @@ class Target:
         return Origin.ENGINE if self.spec is None else Origin.PRELOAD
 
 
-def look(query: Query, target: Target) -> Attachment | Miss:
+def look(
+    query: Query, target: Target, *, access: Access | None = None, watch: Stopwatch | None = None
+) -> Attachment | Miss:
     """Attach what `query` names, waiting for a publication in progress."""
     try:
         return attach_shard(
@@ -52,6 +63,8 @@ def look(query: Query, target: Target) -> Attachment | Miss:
             connect_timeout_s=target.where.connect_timeout_s,
             name=target.where.name,
             device=target.where.device,
+            access=access,
+            watch=watch,
         )
     except (WcacheError, OSError) as e:
         miss = as_miss(e).with_traceback(None)
@@ -59,24 +72,39 @@ def look(query: Query, target: Target) -> Attachment | Miss:
         return miss
 
 
-def run_for(query: Query, target: Target, miss: Miss, bytes_total: int) -> Attachment | Publication | None:
-    """After a miss: the right to publish; or an attachment, if others published meanwhile; or nothing."""
-    if not target.publish or target.mode is Mode.COPY or miss.reason not in _PUBLISHABLE:
-        return None
+def elect(
+    miss: Miss, target: Target, claim: Callable[[], Publication | None], ask: Callable[[], Attachment | Miss]
+) -> tuple[Attachment | Miss, Publication | None]:
+    """After a miss: the right to publish, or an attachment if others published meanwhile, or the miss that stands.
+
+    `claim`: the right to publish, None if it is resident by now. `ask`: attach, waiting for another writer.
+    """
+    if not target.publish or target.mode is Mode.COPY:
+        return miss, None
     for _ in range(_ROUNDS):
+        if miss.reason not in _PUBLISHABLE:
+            return miss, None
         try:
-            publication = claim(query, target, bytes_total)
-        except Busy:
+            publication = claim()
+        except Busy as e:
+            if target.where.left_s == 0:
+                return as_miss(e), None
             publication = None
         except (WcacheError, OSError) as e:
             log.warning("this start will not be published: %s", e)
-            return None
+            return miss, None
         if publication is not None:
-            return publication
-        found = look(query, target)
+            return miss, publication
+        found = ask()
         if isinstance(found, Attachment):
-            return found
-    return None
+            return found, None
+        miss = found
+    return miss, None
+
+
+def run_for(query: Query, target: Target, miss: Miss, bytes_total: int) -> tuple[Attachment | Miss, Publication | None]:
+    """`elect` for a query that stays as it is."""
+    return elect(miss, target, lambda: claim(query, target, bytes_total), lambda: look(query, target))
 
 
 def claim(query: Query, target: Target, bytes_total: int, *, wait_s: float = 0.0) -> Publication | None:

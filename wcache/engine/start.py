@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from wcache.engine import cold
 from wcache.engine import tensors as wrapping
-from wcache.engine.client import DISK, Attachment, as_miss, attach_shard, map_segments
-from wcache.engine.election import release_copy, say_mapped, say_missed
-from wcache.engine.options import Where
-from wcache.engine.publish import Publication, begin
+from wcache.engine.client import DISK, Attachment, map_segments
+from wcache.engine.election import Target, claim, elect, look, release_copy, say_mapped, say_missed
+from wcache.engine.publish import Publication
 from wcache.engine.request import Request
 from wcache.engine.timing import Stopwatch
-from wcache.errors import Busy, Miss, OutOfMemory, WcacheError
+from wcache.errors import Miss, OutOfMemory, WcacheError
 from wcache.model import CPU, BackendName, MissReason, Mode, Origin
 from wcache.weights.digests import DigestStore
 from wcache.weights.fingerprint import Fingerprint
@@ -29,23 +28,14 @@ from wcache.weights.segment import Access, Backend, open_backend
 
 log = logging.getLogger(__name__)
 
-_ROUNDS = 8  # of ask, find another writer, ask again
-# A rank that answers so may still take what this engine loads.
-_PUBLISHABLE = frozenset({
-    MissReason.EMPTY, MissReason.LOADING, MissReason.CONTENT, MissReason.LAYOUT, MissReason.QUARANTINED,
-    MissReason.GENERATION_GONE,
-})  # fmt: skip
-
 
 @dataclass(slots=True)
 class Start:
-    """What one start is about. `publish`: what was loaded from disk may be given to the rank."""
+    """What one start is about."""
 
     request: Request
     store: DigestStore
-    where: Where
-    mode: Mode
-    publish: bool
+    target: Target
     watch: Stopwatch
     access: Access | None = None
 
@@ -64,60 +54,24 @@ class Start:
 
     def from_cache_or_disk(self) -> Attachment:
         """Attach; on a miss load from disk, or wait for whoever does."""
-        miss: Miss | None = None
-        for _ in range(_ROUNDS):
-            found = self.from_cache()
-            if isinstance(found, Attachment):
-                return found
-            miss = found
-            if not (self.publish and self.mode is Mode.ZERO_COPY and miss.reason in _PUBLISHABLE):
-                break
-            try:
-                publication = self._begin()
-            except Busy as e:
-                if self.where.left_s == 0:
-                    miss = as_miss(e)
-                    break
-                continue  # somebody else is at it: asking again waits for them
-            except (WcacheError, OSError) as e:
-                log.warning("this start will not be published: %s", e)
-                break
-            if publication is not None:
-                return self._from_disk(miss, publication)
-        return self._from_disk(miss or Miss(MissReason.BUSY, f"{self.where.path}: others kept publishing"), None)
+        found, publication = self.from_cache(), None
+        if isinstance(found, Miss):
+            found, publication = elect(found, self.target, self._claim, self.from_cache)
+        return found if isinstance(found, Attachment) else self._from_disk(found, publication)
 
     # --- the cache ---------------------------------------------------------------------------------------------------
 
     def _ask(self) -> Attachment | Miss:
-        where = self.where
-        try:
-            held = attach_shard(
-                self.request.query(),
-                where.path,
-                mode=self.mode,
-                wait_s=where.left_s,
-                connect_timeout_s=where.connect_timeout_s,
-                name=where.name,
-                device=where.device,
-                access=self.access,
-                watch=self.watch,
-            )
-        except (WcacheError, OSError) as e:
+        found = look(self.request.query(), self.target, access=self.access, watch=self.watch)
+        if isinstance(found, Attachment):
+            say_mapped(found)
+        else:
             self.watch.lap("connect")
-            return as_miss(e).with_traceback(None)  # the attachment keeps it, and must not keep these frames
-        say_mapped(held)
-        return held
+        return found
 
-    def _begin(self) -> Publication | None:
+    def _claim(self) -> Publication | None:
         sizes = self.request.placement.sizes
-        return begin(
-            self.request.query(),
-            self.where.path,
-            bytes_total=self.request.survey.size // (sizes.tp * sizes.pp),
-            name=self.where.name,
-            device=self.where.device,
-            connect_timeout_s=self.where.connect_timeout_s,
-        )
+        return claim(self.request.query(), self.target, self.request.survey.size // (sizes.tp * sizes.pp))
 
     # --- the disk ----------------------------------------------------------------------------------------------------
 
@@ -149,7 +103,7 @@ class Start:
             except WcacheError as e:
                 publication.abort(str(e))
                 log.warning("this start will not be published: %s", e)
-        device = self.where.device or CPU
+        device = self.target.where.device or CPU
         return open_backend(BackendName.HOST if device == CPU else BackendName.CUDA, device), None
 
     def _published(self, publication: Publication | None, backend: Backend, loaded: cold.Cold) -> Attachment | None:

@@ -175,12 +175,11 @@ class Load:
         if isinstance(found, Miss):
             if not self.fallback:
                 raise found
-            won = run_for(self._request.query, self.target, found, self._request.survey.size)
-            if not isinstance(won, Attachment):
-                self._publication = won
-                self._missed(found)
-                return None
-            found = won
+            query, size = self._request.query, self._request.survey.size
+            found, self._publication = run_for(query, self.target, found, size)
+        if isinstance(found, Miss):
+            self._missed(found)
+            return None
         return self._bind(model, found)
 
     def _claim(self, request: Request) -> None:

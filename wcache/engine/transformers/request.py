@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from wcache.engine.client import Attachment
-from wcache.engine.election import Target, look
+from wcache.engine.election import POINTLESS, Target, look
 from wcache.engine.options import host_store
 from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import gpu_uuid
@@ -26,9 +26,6 @@ from wcache.model import CPU, IdentityPolicy, MissReason
 from wcache.protocol.messages import Query
 from wcache.weights.checkpoint import Survey, survey
 from wcache.weights.identity import identify, recognise, stamps_id
-
-# Answers after which nothing can be attached and nothing published: hashing would be for nothing.
-_NOBODY = (MissReason.NO_DAEMON, MissReason.DENIED, MissReason.DRAINING, MissReason.DEVICE, MissReason.PROTOCOL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ def prepare(
 def ask(request: Request, target: Target) -> tuple[Request, Attachment | Miss]:
     """Attach; a checkpoint that is not recognised is hashed if a rank is there. Raises CheckpointError."""
     found = look(request.query, target)
-    if isinstance(found, Attachment) or request.query.content is not None or found.reason in _NOBODY:
+    if isinstance(found, Attachment) or request.query.content is not None or found.reason in POINTLESS:
         return request, found
     known = identified(request)
     return known, look(known.query, target)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wcache.engine.client import Attachment, as_miss, attach_shard
+from wcache.engine.election import POINTLESS
 from wcache.engine.publish import Publication, begin
 from wcache.engine.vllm.group import Group, reason_number, reason_of, words
 from wcache.engine.vllm.options import Options
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.5  # between two questions to a rank that is not there yet
 _NOT_YET = (MissReason.NO_DAEMON, MissReason.LOADING)
-# Whoever had such a miss need not ask the same rank whether it may publish.
-_POINTLESS = (MissReason.NO_DAEMON, MissReason.DENIED, MissReason.DEVICE, MissReason.DRAINING, MissReason.PROTOCOL)
 
 
 @dataclass(slots=True)
@@ -147,7 +146,7 @@ def elect(outcome: Outcome, options: Options) -> Publication | None:
     if request is None or not options.publish or options.mode is Mode.COPY:
         return None
     publication, state = None, _REFUSED
-    if group.leads and not (isinstance(outcome.error, Miss) and outcome.error.reason in _POINTLESS):
+    if group.leads and not (isinstance(outcome.error, Miss) and outcome.error.reason in POINTLESS):
         publication, state = _begin(request, options, options.state_timeout_s)
     leader = group.gather([state])[0][0]
     if leader == _RESIDENT:
