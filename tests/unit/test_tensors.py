@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from wcache.engine import publish, tensors
-from wcache.engine.entries import Entry, blocks, check, module_entries, state_entries
+from wcache.engine.entries import Entry, blocks, check
+from wcache.engine.state import module_entries, state_entries
 from wcache.errors import PublishError, SegmentError
 from wcache.host.fds import OwnedFd, close_all
 from wcache.model import BackendName, Kind, Origin

@@ -20,12 +20,13 @@ from wcache.engine import module
 from wcache.engine.claim import claimed
 from wcache.engine.client import Attachment, as_miss
 from wcache.engine.election import Target
-from wcache.engine.entries import check, module_entries, plain_attributes, state_entries
+from wcache.engine.entries import check
 from wcache.engine.options import default_socket_dir as default_socket_dir
 from wcache.engine.options import device_of, device_option, dtype_option, host_store, where
 from wcache.engine.publish import begin
 from wcache.engine.request import prepare
 from wcache.engine.start import Start, take_copy
+from wcache.engine.state import module_entries, plain_attributes, state_entries
 from wcache.engine.timing import Stopwatch
 from wcache.errors import Miss, OutOfMemory, StructureError
 from wcache.model import IdentityPolicy, Kind, Mode, Placement, Sizes

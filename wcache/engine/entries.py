@@ -7,9 +7,8 @@ that merely come from one allocation do not. A block is as long as what its tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -132,56 +131,3 @@ def _block(run: list[tuple[int, int, int, Entry]], end: int) -> tuple[int, Block
     start = run[0][0] // _BLOCK_ALIGNMENT * _BLOCK_ALIGNMENT
     inside = sorted(run, key=lambda p: p[2])
     return inside[0][2], Block(tuple(p[3] for p in inside), start, end - start)
-
-
-def module_entries(module: nn.Module, attributes: Iterable[str] = ()) -> list[Entry]:
-    """Every parameter and buffer of a module, and the declared attributes that are tensors; tied names together."""
-    named: list[tuple[str, Kind, torch.Tensor]] = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        named.append((name, Kind.PARAMETER, parameter))
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        for leaf, buffer in owner._buffers.items():
-            if buffer is not None:
-                kind = Kind.NON_PERSISTENT if leaf in owner._non_persistent_buffers_set else Kind.BUFFER
-                named.append((f"{prefix}.{leaf}" if prefix else leaf, kind, buffer))
-    for name in attributes:
-        value = attribute(module, name)
-        if isinstance(value, torch.Tensor):
-            named.append((name, Kind.ATTRIBUTE, value))
-    return _together(named, id)
-
-
-def state_entries(state: Mapping[str, torch.Tensor]) -> list[Entry]:
-    """A state dict's tensors as parameters. Names of one tensor together: `state_dict()` makes new objects of ties."""
-    return _together(((name, Kind.PARAMETER, tensor) for name, tensor in state.items()), _alias)
-
-
-def plain_attributes(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """The declared attributes that are no tensors, by dotted name."""
-    values = {name: attribute(module, name) for name in names}
-    return {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
-
-
-def attribute(module: nn.Module, name: str) -> Any:
-    """The attribute of a submodule by its dotted name. Raises PublishError if there is none."""
-    prefix, _, leaf = name.rpartition(".")
-    try:
-        return getattr(module.get_submodule(prefix), leaf)
-    except AttributeError as e:
-        raise PublishError(f"attribute {name}: the module has none") from e
-
-
-def _together(named: Iterable[tuple[str, Kind, torch.Tensor]], key: Callable[[torch.Tensor], Hashable]) -> list[Entry]:
-    names: dict[Hashable, list[str]] = {}
-    first: dict[Hashable, tuple[Kind, torch.Tensor]] = {}
-    for name, kind, tensor in named:
-        names.setdefault(key(tensor), []).append(name)
-        first.setdefault(key(tensor), (kind, tensor))
-    return [Entry(tuple(names[k]), kind, tensor) for k, (kind, tensor) in first.items()]
-
-
-def _alias(t: torch.Tensor) -> Hashable:
-    """The same for tensors that are the same elements of the same memory."""
-    if t.is_meta or t.layout is not torch.strided or t.numel() == 0:
-        return id(t)
-    return t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride()

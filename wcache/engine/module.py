@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from wcache.engine import state
-from wcache.engine.entries import Entry, module_entries
+from wcache.engine.entries import Entry
 from wcache.errors import StructureError
 from wcache.model import Kind
 from wcache.weights.manifest import contiguous_stride
@@ -42,7 +42,7 @@ def fill(
     the module get one tensor, unless the shard holds two.
     Raises StructureError before anything is bound, or for what is left on meta in the end.
     """
-    entries = module_entries(module)
+    entries = state.module_entries(module)
     modules = dict(module.named_modules(remove_duplicate=False))
     homeless = [n for n in attributes or {} if n.rpartition(".")[0] not in modules]
     problems = [
@@ -75,7 +75,9 @@ _HINT = "non-persistent buffers are no part of a checkpoint: compute them in ini
 def _left(module: nn.Module, but: Mapping[str, object] | None = None) -> list[str]:
     """Names of tensors on meta, wherever the module keeps them; `but`: those that are about to be bound."""
     known = but or {}
-    left = [n for e in module_entries(module) if e.tensor.is_meta and not known.keys() & {*e.names} for n in e.names]
+    left = [
+        n for e in state.module_entries(module) if e.tensor.is_meta and not known.keys() & {*e.names} for n in e.names
+    ]
     return left + [s.path for s in state.bare(module, lambda _: False) if s.tensor.is_meta and s.path not in known]
 
 

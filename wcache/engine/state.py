@@ -9,7 +9,7 @@ Surprising: `named_modules` gives a shared module once per name, which is how a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from wcache.engine.entries import Entry
-from wcache.errors import StructureError
+from wcache.errors import PublishError, StructureError
 from wcache.model import Kind
 
 MAX_DEPTH = 4  # of helper objects below a module
@@ -121,14 +121,49 @@ def _may_hold_tensors(value: Any, holds: Holds) -> bool:
     return isinstance(value, nn.Module) or holds(value)
 
 
-def grouped(named: Iterator[tuple[str, Kind, torch.Tensor]]) -> list[Entry]:
-    """One entry for each tensor object, with all of its names; the first says what kind it is."""
-    names: dict[int, list[str]] = {}
-    first: dict[int, tuple[Kind, torch.Tensor]] = {}
+def grouped(
+    named: Iterable[tuple[str, Kind, torch.Tensor]], key: Callable[[torch.Tensor], Hashable] = id
+) -> list[Entry]:
+    """One entry for each tensor object (or `key`), with all of its names; the first says what kind it is."""
+    names: dict[Hashable, list[str]] = {}
+    first: dict[Hashable, tuple[Kind, torch.Tensor]] = {}
     for name, kind, tensor in named:
-        names.setdefault(id(tensor), []).append(name)
-        first.setdefault(id(tensor), (kind, tensor))
-    return [Entry(tuple(names[i]), kind, tensor) for i, (kind, tensor) in first.items()]
+        names.setdefault(key(tensor), []).append(name)
+        first.setdefault(key(tensor), (kind, tensor))
+    return [Entry(tuple(names[k]), kind, tensor) for k, (kind, tensor) in first.items()]
+
+
+def module_entries(module: nn.Module, attributes: Iterable[str] = ()) -> list[Entry]:
+    """Every parameter and buffer of a module, and the declared attributes that are tensors; tied names together."""
+    declared = ((name, Kind.ATTRIBUTE, attribute(module, name)) for name in attributes)
+    return grouped([*registered(module), *(found for found in declared if isinstance(found[2], torch.Tensor))])
+
+
+def state_entries(state: Mapping[str, torch.Tensor]) -> list[Entry]:
+    """A state dict's tensors as parameters. Names of one tensor together: `state_dict()` makes new objects of ties."""
+    return grouped(((name, Kind.PARAMETER, tensor) for name, tensor in state.items()), _alias)
+
+
+def _alias(t: torch.Tensor) -> Hashable:
+    """The same for tensors that are the same elements of the same memory."""
+    if t.is_meta or t.layout is not torch.strided or t.numel() == 0:
+        return id(t)
+    return t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride()
+
+
+def plain_attributes(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """The declared attributes that are no tensors, by dotted name."""
+    values = {name: attribute(module, name) for name in names}
+    return {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
+
+
+def attribute(module: nn.Module, name: str) -> Any:
+    """The attribute of a submodule by its dotted name. Raises PublishError if there is none."""
+    prefix, _, leaf = name.rpartition(".")
+    try:
+        return getattr(module.get_submodule(prefix), leaf)
+    except AttributeError as e:
+        raise PublishError(f"attribute {name}: the module has none") from e
 
 
 def plain_values(model: nn.Module, *, but: frozenset[str] = frozenset({"training"})) -> dict[str, Any]:
