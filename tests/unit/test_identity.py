@@ -25,7 +25,7 @@ from wcache.model import CheckpointFault, IdentityPolicy
 from wcache.weights import identity
 from wcache.weights.checkpoint import Survey, survey
 from wcache.weights.digests import DigestStore
-from wcache.weights.identity import Identity, combine, identify, open_store, open_to_hash, recognise, remember
+from wcache.weights.identity import Identity, combine, identify, open_store, open_surveyed, recognise, remember
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -255,13 +255,13 @@ def test_digests_computed_while_loading_are_remembered(model, store) -> None:
 
 def test_digests_of_a_file_that_changed_while_it_was_loaded_are_refused(model, store) -> None:
     found = survey(ready(model))
-    with open_to_hash(found.files[0]):
+    with open_surveyed(found.files[0], hashed=True):
         flip(model.path(FIRST), 0)
     with pytest.raises(CheckpointError) as e:
         remember(found, {FIRST: "a" * 64}, store, time.time())
     assert e.value.fault is CheckpointFault.CHANGED_WHILE_READING
-    with pytest.raises(CheckpointError, match="changed since"):
-        open_to_hash(found.files[0])
+    with pytest.raises(CheckpointError, match="changed after it was surveyed"):
+        open_surveyed(found.files[0], hashed=True)
     assert recognise(survey(model.directory), store, CONTENT).unknown == (FIRST, SECOND)
 
 

@@ -19,9 +19,10 @@ from wcache.engine.entries import Entry
 from wcache.engine.request import Request
 from wcache.engine.tensors import dtype_name, dtype_of
 from wcache.errors import CheckpointError, PublishError
-from wcache.host.fds import OwnedFd
+from wcache.host.fds import OwnedFd, close_all
 from wcache.model import CheckpointFault, Kind
 from wcache.weights.checkpoint import Checkpoint, open_checkpoint
+from wcache.weights.identity import open_surveyed
 from wcache.weights.manifest import contiguous_stride
 from wcache.weights.sharding import ShardTensor, shard
 from wcache.weights.slicing import Piece
@@ -80,16 +81,17 @@ def _disagreements(wanted: ShardTensor, tensor: torch.Tensor) -> Iterator[str]:
 def _other_bytes(checkpoint: Checkpoint, found: Sequence[tuple[ShardTensor, Entry]]) -> Iterator[str]:
     step = max(1, len(found) // SAMPLED_TENSORS)
     files = {p.file for wanted, _ in found[::step] for p in wanted.pieces}
-    fds = {i: OwnedFd(os.open(checkpoint.survey.files[i].path, os.O_RDONLY | os.O_CLOEXEC)) for i in files}
+    fds: dict[int, OwnedFd] = {}
     try:
+        for i in files:
+            fds[i] = open_surveyed(checkpoint.survey.files[i], hashed=False)
         with ThreadPoolExecutor(_READS_AT_ONCE, "wcache-claim") as pool:
             same = pool.map(lambda pair: _agree(pair[0], pair[1].tensor, fds), found[::step])
             for (wanted, _), good in zip(found[::step], same, strict=True):
                 if not good:
                     yield f"{wanted.names[0]}: other bytes than in the checkpoint"
     finally:
-        for fd in fds.values():
-            fd.close()
+        close_all(fds.values())
 
 
 def _agree(wanted: ShardTensor, tensor: torch.Tensor, fds: dict[int, OwnedFd]) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from wcache.errors import CheckpointError, FingerprintError
 from wcache.host.fds import OwnedFd
@@ -145,11 +146,11 @@ def remember(survey: Survey, digests: Mapping[str, str], store: DigestStore, sta
         stamps = list(pool.map(_stamp_now, files))
     changed = [f.name for f, stamp in zip(files, stamps, strict=True) if not f.stamp.unmoved(stamp)]
     if changed:
-        refuse(CheckpointFault.CHANGED_WHILE_READING, f"{survey.directory}: changed while loading: {describe(changed)}")
+        _refuse_moved(f"{survey.directory}: changed while loading: {describe(changed)}")
     store.record_all((stamp, digests[f.name], started, _real(f)) for f, stamp in zip(files, stamps, strict=True))
 
 
-def write_back(fd: int) -> None:
+def _write_back(fd: int) -> None:
     """Before a file is hashed: have its dirty pages written back (fsync(2) needs no write access).
 
     A process with a shared writable mapping moves mtime and ctime only when it writes to a page that is clean; it may
@@ -162,14 +163,28 @@ def write_back(fd: int) -> None:
         log.debug("fsync before hashing: %s", e)
 
 
-def open_to_hash(file: CheckpointFile) -> OwnedFd:
-    """Open a file whose bytes are hashed while they are loaded. Raises CheckpointError if it is not as surveyed."""
+def open_surveyed(file: CheckpointFile, *, hashed: bool) -> OwnedFd:
+    """Open a file to load it; `hashed`: its bytes are hashed as they pass. Raises CheckpointError if it has moved."""
     fd = open_regular(file.path, file.name)
-    write_back(fd.fileno())
-    if not file.stamp.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
+    try:
+        if hashed:
+            _write_back(fd.fileno())  # or a store through a mapping could go unnoticed later
+        check_unmoved(file, fd, "after it was surveyed")
+    except BaseException:
         fd.close()
-        refuse(CheckpointFault.CHANGED_WHILE_READING, f"{file.path}: changed since the directory was surveyed")
+        raise
     return fd
+
+
+def check_unmoved(file: CheckpointFile, fd: OwnedFd, when: str) -> None:
+    """Raises CheckpointError(CHANGED_WHILE_READING) if an open file is no longer what was surveyed."""
+    if not file.stamp.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
+        _refuse_moved(f"{file.path}: changed {when}")
+
+
+def _refuse_moved(message: str) -> NoReturn:
+    hint = "is something still writing the checkpoint? start again when it is done"
+    refuse(CheckpointFault.CHANGED_WHILE_READING, message, hint)
 
 
 def hash_file(file: CheckpointFile, buffer: memoryview, advance: Callable[[int], None] = lambda _: None) -> Hashed:
@@ -179,7 +194,7 @@ def hash_file(file: CheckpointFile, buffer: memoryview, advance: Callable[[int],
             seen = Stamp.of(fresh_stat(fd.fileno()))
             if (seen.size, seen.mtime_ns) != (file.stamp.size, file.stamp.mtime_ns):
                 break
-            write_back(fd.fileno())
+            _write_back(fd.fileno())
             started = time.time()
             # A store between the write-back of its page and here would leave a dirty page; it has moved the stamp.
             if not seen.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
@@ -188,8 +203,7 @@ def hash_file(file: CheckpointFile, buffer: memoryview, advance: Callable[[int],
             if seen.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
                 return Hashed(sha256, seen, started)
             advance(-seen.size)
-    message = f"{file.path}: changed while it was read"
-    raise CheckpointError(CheckpointFault.CHANGED_WHILE_READING, message, hint="is it still being written?")
+    _refuse_moved(f"{file.path}: changed while it was read")
 
 
 def _recognise(survey: Survey, store: DigestStore, policy: IdentityPolicy) -> dict[str, tuple[str, str]]:

@@ -19,9 +19,8 @@ from typing import Protocol
 from wcache.errors import CheckpointError
 from wcache.host.fds import OwnedFd, close_all
 from wcache.model import CheckpointFault
-from wcache.weights.checkpoint import CheckpointFile, Stamp
-from wcache.weights.directory import open_regular
-from wcache.weights.identity import write_back
+from wcache.weights.checkpoint import CheckpointFile
+from wcache.weights.identity import check_unmoved, open_surveyed
 from wcache.weights.sink import CHUNK_BYTES, LANDINGS_PER_THREAD, STAGING_BYTES, Chunk, Landing, Sink
 
 THREADS = STAGING_BYTES // CHUNK_BYTES // LANDINGS_PER_THREAD  # more could wait for each other's staging
@@ -51,7 +50,6 @@ class Job:
     chunks: list[Chunk]
     hasher: Hash | None
     fd: OwnedFd | None = None
-    stamp: Stamp | None = None
     left: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -185,11 +183,10 @@ class _Reader:
     def _end(self, job: Job) -> None:
         """A file is read: did it hold still?"""
         fd, job.fd = job.fd, None
-        if fd is None or job.stamp is None:
+        if fd is None:
             raise ValueError(f"{job.file.name} is not open")
         with fd:
-            if not job.stamp.unmoved(Stamp.of(os.fstat(fd.fileno()))):
-                _refuse_moved(job.file.name, "while it was read")
+            check_unmoved(job.file, fd, "while it was read")
             if not self._keep_page_cache:
                 os.posix_fadvise(fd.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with self._lock:
@@ -200,22 +197,9 @@ def _open(job: Job) -> int:
     """The file's descriptor, opened by the first thread that needs it. Raises CheckpointError."""
     with job.lock:
         if job.fd is None:
-            job.fd = open_regular(job.file.path, job.file.name)
-            if job.hasher is not None:
-                write_back(job.fd.fileno())  # or a store through a mapping could go unnoticed later
-            job.stamp = Stamp.of(os.fstat(job.fd.fileno()))
-            if not job.file.stamp.unmoved(job.stamp):
-                _refuse_moved(job.file.name, "after its header was checked")
+            job.fd = open_surveyed(job.file, hashed=job.hasher is not None)
             os.posix_fadvise(job.fd.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return job.fd.fileno()
-
-
-def _refuse_moved(name: str, when: str) -> None:
-    raise CheckpointError(
-        CheckpointFault.CHANGED_WHILE_READING,
-        f"{name} changed {when}",
-        hint="is something still writing the checkpoint? start again when it is done",
-    )
 
 
 def _read(fd: int, name: str, chunk: Chunk, buffers: Sequence[memoryview]) -> int:
