@@ -279,3 +279,13 @@ def test_transformers_itself_is_left_as_it_was(short_dir: Path, load: Callable[.
     twice(load, directory)
     assert {n: vars(base)[n] for n in before} == before
     assert source(transformers.AutoModelForCausalLM.from_pretrained(directory)) == "private"
+
+
+def test_a_warm_model_is_saved_in_the_checkpoints_own_format(short_dir: Path, load: Callable[..., Any]) -> None:
+    """Transformers merges experts while it loads, and takes them apart again when it saves."""
+    directory = tiny.save("mixtral", short_dir / "model")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    for name, model in zip(("plain", "cold", "warm"), (plain, *twice(load, directory)), strict=True):
+        model.save_pretrained(short_dir / name)
+    saved = [(short_dir / name / "model.safetensors").read_bytes() for name in ("plain", "cold", "warm")]
+    assert saved[0] == saved[1] == saved[2]

@@ -137,7 +137,7 @@ def test_a_method_that_keeps_objects_beside_its_tensors_is_refused_by_name(
 ) -> None:
     """Any quantizer that is not known to leave plain tensors; here one that for once is not on the list."""
     directory = compressed(short_dir / "model", 4)
-    monkeypatch.setattr(layout, "_KNOWN_METHODS", ("fp8",))
+    monkeypatch.setattr(layout, "_KNOWN_METHODS", {"fp8": None})
     with caplog.at_level(logging.WARNING):
         model = load(directory)
     assert "Weight cache unusable (unsupported: quantization" in caplog.text

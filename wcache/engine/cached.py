@@ -24,8 +24,10 @@ from wcache.engine.client import Attachment
 from wcache.engine.election import Target, look, release_copy, run_for, say_mapped, say_missed
 from wcache.engine.options import device_option, where
 from wcache.engine.publish import Publication
+from wcache.engine.restore import restore
 from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import dtype_name, tensors_of
+from wcache.engine.training import frozen, guard
 from wcache.errors import Miss, PublishError, StructureError, WcacheError
 from wcache.model import MissReason, Mode
 from wcache.protocol.messages import Query
@@ -149,9 +151,9 @@ class _Cached:
         for entry in taken.entries:
             if entry.tensor.device != self.device and entry.tensor.device.type != self.device.type:
                 raise PublishError(f"{entry.names[0]} is on {entry.tensor.device}, the module on {self.device}")
-        with snapshot.frozen(module):
+        with frozen(module):
             publication.write(taken.entries, repoint=True, attributes=taken.attributes, extra=taken.extra)
-        snapshot.guard(module)
+        guard(module)
 
 
 def _layout(module: nn.Module, before: Skeleton) -> LayoutKey:
@@ -170,7 +172,7 @@ def _layout(module: nn.Module, before: Skeleton) -> LayoutKey:
 def _bind(module: Any, before: Skeleton, held: Attachment) -> Any:
     try:
         tensors, _ = tensors_of(held.manifest, held.mapping, copy=held.mode is Mode.COPY)
-        snapshot.restore(module, before, held.manifest, tensors)
+        restore(module, before, held.manifest, tensors)
         left = [s.path for s in state.bare(module, snapshot.holds) if s.tensor.is_meta]
         if left:
             raise StructureError(f"left without memory: {', '.join(left)}", left)
@@ -181,5 +183,5 @@ def _bind(module: Any, before: Skeleton, held: Attachment) -> Any:
     if held.mode is Mode.COPY:
         release_copy(held)
     else:
-        snapshot.guard(module)
+        guard(module)
     return module

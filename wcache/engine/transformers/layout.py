@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ _NO_LAYOUT = frozenset({
     "_name_or_path", "name_or_path", "transformers_version", "use_cache", "output_attentions", "output_hidden_states",
     "return_dict", "problem_type", "attn_implementation", "_attn_implementation", "quantization_config", "_commit_hash",
 })  # fmt: skip
-# Quantizers whose loaded weights are plain tensors, and whose post-processing may run again on them.
-_KNOWN_METHODS = ("fp8", "compressed-tensors")
+# Quantizers whose loaded weights are tensors and plain values (see `parts`), and whose post-processing may run again on
+# them; with the package that decides what they look like.
+_KNOWN_METHODS = {
+    "fp8": None, "compressed-tensors": "compressed-tensors", "torchao": "torchao", "bitsandbytes": "bitsandbytes",
+}  # fmt: skip
 
 
 def layout_key(
@@ -95,6 +99,7 @@ def _quantization(quantizer: Any) -> dict[str, Any] | None:
         )
     return {
         "method": method,
+        "version": metadata.version(package) if (package := _KNOWN_METHODS.get(method)) is not None else None,
         "pre_quantized": bool(quantizer.pre_quantized),
         "config": plain(config.to_dict(), "quantization.config"),
     }

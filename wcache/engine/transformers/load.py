@@ -22,11 +22,13 @@ from wcache.engine.client import Attachment
 from wcache.engine.election import Target, claim, release_copy, run_for, say_mapped, say_missed
 from wcache.engine.options import where
 from wcache.engine.publish import Publication
+from wcache.engine.restore import restore
 from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import tensors_of
+from wcache.engine.training import frozen, guard
 from wcache.engine.transformers import seam
 from wcache.engine.transformers.request import Request, ask, identified, prepare
-from wcache.errors import ConfigError, Miss, PublishError, StructureError, WcacheError
+from wcache.errors import ConfigError, Miss, PublishError, WcacheError
 from wcache.model import IdentityPolicy, MissReason, Mode
 
 log = logging.getLogger(__name__)
@@ -106,6 +108,7 @@ class Load:
     miss: Miss | None = None
     failed: WcacheError | None = None  # why nothing was published
     _request: Request | None = None
+    _config: dict[str, Any] = field(default_factory=dict)
     _before: Skeleton | None = None
     _publication: Publication | None = None
     _seen: list[Any] = field(default_factory=list)
@@ -132,6 +135,7 @@ class Load:
         if self._seen:  # a second model inside the same call
             return original(model, None, files, load_config)
         self._seen.append(model)
+        self._config = model.config.to_dict()
         try:
             info = self._from_cache(model, files, load_config)
             if info is not None:
@@ -154,7 +158,7 @@ class Load:
         publication, self._publication = self._publication, None
         if publication is not None:
             try:
-                self._publish(publication, model, info)
+                self._publish(publication, model, load_config, info)
             except Exception as e:  # noqa: BLE001 - a failed publication costs the next start, not this one
                 publication.abort(f"{type(e).__name__}: {e}")
                 self.failed = e if isinstance(e, WcacheError) else PublishError(f"{type(e).__name__}: {e}")
@@ -180,7 +184,7 @@ class Load:
         if isinstance(found, Miss):
             self._missed(found)
             return None
-        return self._bind(model, found)
+        return self._bind(model, load_config, found)
 
     def _claim(self, request: Request) -> None:
         """A rank's own preload attaches nothing, since an attach would wait for the preload. Raises AlreadyResident."""
@@ -192,23 +196,25 @@ class Load:
         if self.on_publication is not None:
             self.on_publication(self._publication)
 
-    def _bind(self, model: Any, held: Attachment) -> Any:
+    def _bind(self, model: Any, load_config: Any, held: Attachment) -> Any:
         from transformers.utils.loading_report import LoadStateDictInfo
 
         assert self._before is not None
         try:
             tensors, copied = tensors_of(held.manifest, held.mapping, copy=held.mode is Mode.COPY)
-            snapshot.restore(model, self._before, held.manifest, tensors)
-        except (StructureError, AssertionError):
+            used = [load_config.weight_mapping[i] for i in held.manifest.extra.get("conversions", ())]
+            restore(model, self._before, held.manifest, tensors)
+        except BaseException:
             held.close()
             raise
         _untie(model)
+        model._weight_conversions = used  # save_pretrained turns them round
         say_mapped(held)
         log.debug("%.1f MiB are private copies", copied / 2**20)
         if held.mode is Mode.COPY:
             release_copy(held)
         else:
-            snapshot.guard(model)
+            guard(model)
         self.held = _attachments[model] = held
         unexpected = set(held.manifest.extra.get("unexpected_keys", ()))
         return LoadStateDictInfo(set(), unexpected, set(), [], {}, set())
@@ -219,21 +225,27 @@ class Load:
             raise miss
         say_missed(miss)
 
-    def _publish(self, publication: Publication, model: Any, info: Any) -> None:
+    def _publish(self, publication: Publication, model: Any, load_config: Any, info: Any) -> None:
         """Publish what Transformers loaded; its parameters move onto the shared memory."""
         assert self._before is not None and self._request is not None
         _refuse_invented(info)
+        if model.config.to_dict() != self._config:
+            raise PublishError("loading changed the model's configuration: the next start would have another one")
         if not self._request.unchanged():
             raise PublishError(f"{self._request.survey.directory} changed while it was being loaded")
         taken = snapshot.take(model, self._before, skip_meta=True)
-        with snapshot.frozen(model):
+        with frozen(model):
             held = publication.write(
                 taken.entries,
                 repoint=True,
                 attributes=taken.attributes,
-                extra={**taken.extra, "unexpected_keys": sorted(info.unexpected_keys)},
+                extra={
+                    **taken.extra,
+                    "unexpected_keys": sorted(info.unexpected_keys),
+                    "conversions": _conversions(model, load_config),
+                },
             )
-        snapshot.guard(model)
+        guard(model)
         held.miss = self.miss
         self.held = _attachments[model] = held
 
@@ -248,6 +260,15 @@ def _refuse_invented(info: Any) -> None:
         )
     if info.error_msgs or info.conversion_errors:
         raise PublishError("Transformers could not load everything")
+
+
+def _conversions(model: Any, load_config: Any) -> list[int]:
+    """Which of the conversions from checkpoint to model were used: save_pretrained turns them round."""
+    mapping, used = load_config.weight_mapping or [], getattr(model, "_weight_conversions", [])
+    found = [i for i, one in enumerate(mapping) if any(one is other for other in used)]
+    if len(found) != len(used):
+        raise PublishError("Transformers converted the checkpoint in a way that is not known here")
+    return found
 
 
 def _untie(model: Any) -> None:

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Putting what was taken of a loaded module onto an equal skeleton; see `snapshot` for the taking.
+
+Runs in engines. Everything is checked before anything is touched; what is left without memory in the end is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from wcache.engine import parts, state
+from wcache.engine.snapshot import BARE, GONE, GRAD, NONE, PARTS, TENSOR_TYPES, Skeleton, holds
+from wcache.engine.state import Holds, Spot
+from wcache.errors import StructureError
+from wcache.model import Kind
+from wcache.weights.manifest import Manifest
+
+_SHOWN = 5  # differences that a message names; the error carries all of them
+
+
+def restore(
+    model: nn.Module, before: Skeleton, manifest: Manifest, tensors: Mapping[str, torch.Tensor], holds: Holds = holds
+) -> None:
+    """Put what was taken onto an equal skeleton. Raises StructureError, and then nothing was touched.
+
+    Parameters stand on `tensors` with the class and attributes that the skeleton gave them.
+    """
+    bare = set(manifest.extra.get(BARE, ()))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places = {s.path: s for s in state.places(model, holds)}
+    _check(before, manifest, bare, modules, places)
+    grad = set(manifest.extra.get(GRAD, ()))
+    composed = manifest.extra.get(PARTS, {})
+    made = {name: _put_together(modules, name, said, tensors, name in grad) for name, said in composed.items()}
+    for name in manifest.extra.get(GONE, ()):
+        _remove(modules, name, keep_none=name in manifest.extra.get(NONE, ()))
+    for name, said in composed.items():
+        for each in said["names"]:
+            _register(modules, each, Kind.PARAMETER, made[name])
+    split = {part for said in composed.values() for part in said["parts"].values()}
+    types = manifest.extra.get(TENSOR_TYPES, {})
+    for spec in manifest.tensors:
+        if spec.name in split:
+            continue
+        value: torch.Tensor = tensors[spec.name]
+        inside = [n for n in spec.names if n not in bare]
+        if spec.kind is Kind.PARAMETER:
+            value = _parameter(modules, inside[0], value, inside[0] in grad, types)
+        for name in inside:
+            _register(modules, name, spec.kind, value)
+        for path in spec.names:
+            if path in bare:
+                _hang(modules, places, path, value)
+    _set_values(modules, manifest.attributes)
+    left = [name for name, _, tensor in state.registered(model) if tensor.is_meta]
+    _refuse([f"{name}: left without memory" for name in left])
+
+
+def _check(
+    before: Skeleton, manifest: Manifest, bare: set[str], modules: Mapping[str, Any], places: Mapping[str, Spot]
+) -> None:
+    split = manifest.extra.get(PARTS, {})
+    pieces = {name for said in split.values() for name in said["parts"].values()}
+    carried = {name for spec in manifest.tensors for name in spec.names if name not in pieces}
+    carried |= {name for said in split.values() for name in said["names"]}
+    problems = [f"{n}: not in the shard" for n in before.names - carried - set(manifest.extra.get(GONE, ()))]
+    for name in carried:
+        owner = name.rpartition(".")[0]
+        if owner not in modules and not (name in bare and (name in places or owner in places)):
+            problems.append(f"{name}: nothing here that it belongs to")
+    _refuse(sorted(problems))
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise StructureError(f"module and shard do not agree: {'; '.join(problems[:_SHOWN])}{more}", problems)
+
+
+def _parameter(
+    modules: Mapping[str, nn.Module], name: str, tensor: torch.Tensor, grad: bool, types: Mapping[str, str]
+) -> nn.Parameter:
+    prefix, _, leaf = name.rpartition(".")
+    old = modules[prefix]._parameters.get(leaf)
+    made = nn.Parameter(tensor, requires_grad=grad)
+    if old is not None:
+        if name in types and parts.type_name(type(old)) == types[name]:
+            made.__class__ = type(old)
+        made.__dict__.update(vars(old))
+    return made
+
+
+def _put_together(
+    modules: Mapping[str, nn.Module], name: str, said: Any, tensors: Mapping[str, torch.Tensor], grad: bool
+) -> nn.Parameter:
+    prefix, _, leaf = name.rpartition(".")
+    try:
+        pieces = {part: tensors[spec] for part, spec in said["parts"].items()}
+        old = modules[prefix]._parameters.get(leaf)
+        return parts.together(said["how"], pieces, old, modules[prefix], grad=grad)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+        raise StructureError(f"{name} cannot be put together: {type(e).__name__}: {e}") from e
+
+
+def _register(modules: Mapping[str, nn.Module], name: str, kind: Kind, value: torch.Tensor) -> None:
+    prefix, _, leaf = name.rpartition(".")
+    owner = modules[prefix]
+    if kind is Kind.PARAMETER:
+        owner._buffers.pop(leaf, None)
+        owner._parameters[leaf] = value  # type: ignore[assignment]
+        return
+    owner._parameters.pop(leaf, None)
+    owner._buffers[leaf] = value
+    owner._non_persistent_buffers_set.discard(leaf)
+    if kind is Kind.NON_PERSISTENT:
+        owner._non_persistent_buffers_set.add(leaf)
+
+
+def _remove(modules: Mapping[str, nn.Module], name: str, *, keep_none: bool) -> None:
+    """What loading took away; `keep_none`: it left None in its place."""
+    prefix, _, leaf = name.rpartition(".")
+    owner = modules[prefix]
+    for registry in (owner._parameters, owner._buffers):
+        if leaf in registry and keep_none:
+            registry[leaf] = None
+        else:
+            registry.pop(leaf, None)
+
+
+def _hang(modules: Mapping[str, Any], places: Mapping[str, Spot], path: str, tensor: torch.Tensor) -> None:
+    if path in places:
+        places[path].put(tensor)
+        return
+    prefix, _, leaf = path.rpartition(".")
+    owner = modules[prefix] if prefix in modules else places[prefix].now()
+    if isinstance(owner, dict):
+        owner[leaf] = tensor
+    elif isinstance(owner, list):
+        owner.append(tensor)
+    else:
+        setattr(owner, leaf, tensor)
+
+
+def _set_values(modules: Mapping[str, nn.Module], values: Mapping[str, Any]) -> None:
+    for path, value in values.items():
+        where, _, attribute = path.rpartition("@") if "@" in path else path.rpartition(".")
+        prefix, _, leaf = where.rpartition(".")
+        owner = getattr(modules.get(prefix), leaf, None) if "@" in path else modules.get(where)
+        if owner is not None:
+            setattr(owner, attribute, value)
