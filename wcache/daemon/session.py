@@ -100,8 +100,6 @@ class Session:
             )
         self._writer.close()
         self._sock.close()
-        if self._peer is not None:
-            self._peer.close()
 
     # --- handshake ----------------------------------------------------------------------------------------------------
 

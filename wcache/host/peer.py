@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is at the other end of a Unix socket: SO_PEERCRED, SO_PEERGROUPS and a pidfd (unix(7), pidfd_open(2)).
+"""Who is at the other end of a Unix socket: SO_PEERCRED and SO_PEERGROUPS (unix(7)).
 
 Runs in the daemon. A pid is only for people to read: nothing is decided by it, since two containers may show the same
-one and a pid namespace that is not ours shows none at all. The pidfd tells when a shown pid has become somebody else's.
+one, a pid namespace that is not ours shows none at all, and a pid that is shown may be somebody else's by now.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from __future__ import annotations
 import array
 import errno
 import os
-import select
 import socket
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass, field
-
-from wcache.host.fds import OwnedFd
+from dataclasses import dataclass
 
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; Python has no name for it
 _MOST_GROUPS = 65536  # NGROUPS_MAX
@@ -31,15 +28,6 @@ class Peer:
     gid: int
     groups: tuple[int, ...]
     pid: int | None
-    _pidfd: OwnedFd | None = field(default=None, repr=False, compare=False)
-
-    def alive(self) -> bool:
-        """False once the process that connected has ended (somebody else may hold its connection)."""
-        if self._pidfd is None:
-            return self.pid is None  # not ours to see
-        poll = select.poll()
-        poll.register(self._pidfd.fileno(), select.POLLIN)
-        return not poll.poll(0)
 
     def may(self, uids: Collection[int], gids: Collection[int] = ()) -> bool:
         """True for root, for our own uid, and for who is listed."""
@@ -50,10 +38,6 @@ class Peer:
         """Root, or the uid the daemon runs as: may stop it anyway, so may do everything here."""
         return self.uid in (0, os.geteuid())
 
-    def close(self) -> None:
-        if self._pidfd is not None:
-            self._pidfd.close()
-
     def __str__(self) -> str:
         who = "a process of another pid namespace" if self.pid is None else f"pid {self.pid}"
         return f"{who} (uid {self.uid}, gid {self.gid})"
@@ -62,16 +46,7 @@ class Peer:
 def identify(sock: socket.socket) -> Peer:
     """The peer of a connected Unix socket. Raises OSError only for what is no such socket."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    if pid <= 0:
-        return Peer(uid, gid, _groups(sock), None)
-    return Peer(uid, gid, _groups(sock), pid, _pidfd(pid))
-
-
-def _pidfd(pid: int) -> OwnedFd | None:
-    try:
-        return OwnedFd(os.pidfd_open(pid))
-    except OSError:  # ESRCH: gone already; EMFILE: a pid that is only shown is worth no failure
-        return None
+    return Peer(uid, gid, _groups(sock), pid if pid > 0 else None)
 
 
 def _groups(sock: socket.socket) -> tuple[int, ...]:
