@@ -69,12 +69,17 @@ def test_a_restarted_rank_takes_its_model_back_without_a_loader(
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"parallel": {"tp_size": 2}}, "loads whole models"),
+        ({"parallel": {"pp_size": 2}}, "by tensor parallelism only"),
+        ({"engine_args": {"tp_plan": "auto"}}, "engine_args.tp_plan is decided by parallel.tp_size"),
+        (
+            {"engine_args": {"device_map": {"": "cpu", "lm_head": "meta"}}},
+            "engine_args.device_map is decided by devices",
+        ),
         ({"engine_args": {"dtype": "float32"}}, "engine_args.dtype is decided by dtype"),
         ({"engine_args": {"auto_class": "AutoModelForNothing"}}, "AutoModelForNothing"),
         ({"engine_args": {"auto_class": "AutoModelForSequenceClassification"}}, "Transformers made them up"),
     ],
-    ids=["tensor-parallel", "taken", "class", "invented"],
+    ids=["pipeline", "tp-plan", "device-map", "taken", "class", "invented"],
 )
 def test_what_cannot_be_preloaded_fails_the_rank_with_the_reason(
     short_dir: Path, make_daemon: Callable[..., Daemon], config: dict[str, Any], why: str

@@ -172,7 +172,7 @@ def _layout(module: nn.Module, before: Skeleton) -> LayoutKey:
 def _bind(module: Any, before: Skeleton, held: Attachment) -> Any:
     try:
         tensors, _ = tensors_of(held.manifest, held.mapping, copy=held.mode is Mode.COPY)
-        restore(module, before, held.manifest, tensors)
+        restore(module, before, held.manifest, tensors)()
         left = [s.path for s in state.bare(module, snapshot.holds) if s.tensor.is_meta]
         if left:
             raise StructureError(f"left without memory: {', '.join(left)}", left)

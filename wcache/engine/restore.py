@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Putting what was taken of a loaded module onto an equal skeleton; see `snapshot` for the taking.
 
-Runs in engines. Everything is checked before anything is touched; what is left without memory in the end is an error.
+Runs in engines. Everything is checked before anything is touched, in two steps, so that several processes can agree in
+between. What is left without memory in the end is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ _SHOWN = 5  # differences that a message names; the error carries all of them
 
 def restore(
     model: nn.Module, before: Skeleton, manifest: Manifest, tensors: Mapping[str, torch.Tensor], holds: Holds = holds
-) -> None:
-    """Put what was taken onto an equal skeleton. Raises StructureError, and then nothing was touched.
+) -> Callable[[], None]:
+    """Check what was taken against an equal skeleton; the result, called, puts it there. Raises StructureError.
 
     Parameters stand on `tensors` with the class and attributes that the skeleton gave them.
     """
@@ -36,6 +37,23 @@ def restore(
     grad = set(manifest.extra.get(GRAD, ()))
     composed = manifest.extra.get(PARTS, {})
     made = {name: _put_together(modules, name, said, tensors, name in grad) for name, said in composed.items()}
+
+    def put() -> None:
+        _put(model, manifest, tensors, modules, places, made)
+
+    return put
+
+
+def _put(
+    model: nn.Module,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    modules: Mapping[str, nn.Module],
+    places: Mapping[str, Spot],
+    made: Mapping[str, nn.Parameter],
+) -> None:
+    bare, grad = set(manifest.extra.get(BARE, ())), set(manifest.extra.get(GRAD, ()))
+    composed = manifest.extra.get(PARTS, {})
     for name in manifest.extra.get(GONE, ()):
         _remove(modules, name, keep_none=name in manifest.extra.get(NONE, ()))
     for name, said in composed.items():

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from wcache.engine.group import Group
 from wcache.engine.plain import plain
 from wcache.engine.snapshot import Skeleton
 from wcache.errors import Miss
@@ -24,19 +25,21 @@ from wcache.weights.fingerprint import LayoutKey, digest
 
 ENGINE = "transformers"
 
-# Arguments of from_pretrained that find files, or that the configuration, dtype, device or quantizer already show.
+# Arguments of from_pretrained that find files, or that the configuration, dtype, device, quantizer or the placement of
+# the skeleton's tensors already show.
 _SHOWN_ELSEWHERE = frozenset({
     "cache_dir", "code_revision", "config", "device_map", "disable_mmap", "dtype", "force_download", "from_flax",
     "from_tf", "generation_config", "local_files_only", "low_cpu_mem_usage", "max_memory", "mirror", "offload_buffers",
     "offload_folder", "offload_state_dict", "output_loading_info", "proxies", "quantization_config", "revision",
     "subfolder", "token", "torch_dtype", "tqdm_class", "trust_remote_code", "use_auth_token", "use_safetensors",
     "variant", "weights_only", "attn_implementation", "experts_implementation", "adapter_kwargs", "adapter_name",
-    "_commit_hash", "_fast_init",
+    "_commit_hash", "_fast_init", "distributed_config", "tp_plan", "tp_size", "device_mesh",
 })  # fmt: skip
 # Of a configuration: where it came from, and what only running the model asks for.
 _NO_LAYOUT = frozenset({
     "_name_or_path", "name_or_path", "transformers_version", "use_cache", "output_attentions", "output_hidden_states",
     "return_dict", "problem_type", "attn_implementation", "_attn_implementation", "quantization_config", "_commit_hash",
+    "distributed_config",
 })  # fmt: skip
 # Quantizers whose loaded weights are tensors and plain values (see `parts`), and whose post-processing may run again on
 # them; with the package that decides what they look like.
@@ -46,7 +49,7 @@ _KNOWN_METHODS = {
 
 
 def layout_key(
-    model: Any, load_config: Any, before: Skeleton, arguments: Mapping[str, Any], device: torch.device
+    model: Any, load_config: Any, before: Skeleton, arguments: Mapping[str, Any], device: torch.device, group: Group
 ) -> LayoutKey:
     """Raises Miss(unsupported), FingerprintError for what has no canonical form."""
     import transformers
@@ -58,6 +61,8 @@ def layout_key(
         engine_version=transformers.__version__,
         architecture=type(model).__name__,
         dtype=str(load_config.dtype).removeprefix("torch."),
+        tp_size=group.size,
+        tp_rank=group.rank,
         quantization=_quantization(load_config.hf_quantizer),
         rope=rope if isinstance(rope, dict) else None,
         kernel_backends=_experts(model.config),

@@ -19,15 +19,17 @@ from typing import Any
 from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
 from wcache.engine import snapshot
 from wcache.engine.client import Attachment
-from wcache.engine.election import Target, claim, release_copy, run_for, say_mapped, say_missed
-from wcache.engine.options import where
+from wcache.engine.election import Target, claim, release_copy, say_mapped, say_missed
+from wcache.engine.group import Group
+from wcache.engine.options import Where, where
+from wcache.engine.parts import is_dtensor
 from wcache.engine.publish import Publication
 from wcache.engine.restore import restore
 from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import tensors_of
 from wcache.engine.training import frozen, guard
-from wcache.engine.transformers import seam
-from wcache.engine.transformers.request import Request, ask, identified, prepare
+from wcache.engine.transformers import ranks, seam
+from wcache.engine.transformers.request import Request, identified, prepare
 from wcache.errors import ConfigError, Miss, PublishError, WcacheError
 from wcache.model import IdentityPolicy, MissReason, Mode
 
@@ -54,25 +56,29 @@ def from_pretrained(
 ) -> Any:
     """The model that `auto_class.from_pretrained(path, *model_args, **kwargs)` gives, with its weights from the cache.
 
-    `auto_class`: an Auto class of Transformers or a model class, or the name of one. `mode` "copy": private memory,
-    and the cache is freed if nobody else holds it. `fallback` False: a miss raises. `publish` False: what was loaded
-    from disk is not offered to the rank. All other arguments are Transformers' own.
+    `auto_class`: an Auto class of Transformers or a model class, or the name of one. `rank`: the rank that is asked; in
+    a tensor parallel engine that of its first process: the others ask those after it, and all attach or none. `mode`
+    "copy": private memory, and the cache is freed if nobody else holds it. `fallback` False: a miss raises. `publish`
+    False: what was loaded from disk is not offered to the rank. All other arguments are Transformers' own.
     zero_copy parameters are shared: on a CPU what this process writes stays its own (copy on write), on a GPU a write
     faults. Training them raises TrainingRefused at the first gradient; `mode="copy"` is the way out. Buffers are
     private. What Transformers raises is raised; Miss only without `fallback`.
     """
     chosen = class_of(auto_class)
-    asked = where(
-        pretrained_model_name_or_path,
-        rank,
-        socket_dir=socket_dir,
-        path=socket_path,
-        name=name,
-        device=None,
-        connect_timeout_s=connect_timeout_s,
-        state_timeout_s=state_timeout_s,
-    )
-    loading = Load(Target(asked, Mode(mode), publish), IdentityPolicy(identity), kwargs, fallback=fallback)
+
+    def place(tp_rank: int) -> Where:
+        return where(
+            pretrained_model_name_or_path,
+            rank + tp_rank,
+            socket_dir=socket_dir,
+            path=socket_path,
+            name=name,
+            device=None,
+            connect_timeout_s=connect_timeout_s,
+            state_timeout_s=state_timeout_s,
+        )
+
+    loading = Load(Target(place(0), Mode(mode), publish), place, IdentityPolicy(identity), kwargs, fallback=fallback)
     return loading.run(lambda: chosen.from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs))
 
 
@@ -97,9 +103,10 @@ class AlreadyResident(Exception):
 
 @dataclass(slots=True)
 class Load:
-    """One call of from_pretrained. `publication`: the right to publish what Transformers is loading."""
+    """One call of from_pretrained. `place`: which rank is asked, by this process's place in a tensor parallel group."""
 
     target: Target
+    place: Callable[[int], Where]
     policy: IdentityPolicy
     arguments: Mapping[str, Any]
     fallback: bool
@@ -169,22 +176,26 @@ class Load:
 
     def _from_cache(self, model: Any, files: list[str] | None, load_config: Any) -> Any:
         """Loading info after a hit. None: Transformers has to load, and may be about to publish."""
-        self._before = snapshot.skeleton(model)
-        request = prepare(model, files, load_config, self._before, self.arguments, self.policy)
-        self.target = replace(self.target, where=replace(self.target.where, device=request.device))
+        group = ranks.group_of(model, load_config)
+        request = ranks.together(lambda: self._prepare(model, files, load_config, group), group)
+        self.target = replace(self.target, where=replace(self.place(group.rank), device=request.device))
         if self.target.spec is not None:
+            _check_spread(model, group)
             self._claim(request)
             return None
-        self._request, found = ask(request, self.target)
+        self._request, found = ranks.look(request, self.target, group)
         if isinstance(found, Miss):
             if not self.fallback:
                 raise found
-            query, size = self._request.query, self._request.survey.size
-            found, self._publication = run_for(query, self.target, found, size)
+            found, self._publication = ranks.elect(self._request, self.target, found, group)
         if isinstance(found, Miss):
             self._missed(found)
             return None
-        return self._bind(model, load_config, found)
+        return self._bind(model, load_config, found, group)
+
+    def _prepare(self, model: Any, files: list[str] | None, load_config: Any, group: Group) -> Request:
+        self._before = snapshot.skeleton(model)
+        return prepare(model, files, load_config, self._before, self.arguments, self.policy, group)
 
     def _claim(self, request: Request) -> None:
         """A rank's own preload attaches nothing, since an attach would wait for the preload. Raises AlreadyResident."""
@@ -196,14 +207,18 @@ class Load:
         if self.on_publication is not None:
             self.on_publication(self._publication)
 
-    def _bind(self, model: Any, load_config: Any, held: Attachment) -> Any:
+    def _bind(self, model: Any, load_config: Any, held: Attachment, group: Group) -> Any:
         from transformers.utils.loading_report import LoadStateDictInfo
 
-        assert self._before is not None
-        try:
+        def ready() -> tuple[Callable[[], None], list[Any], int]:
+            assert self._before is not None
             tensors, copied = tensors_of(held.manifest, held.mapping, copy=held.mode is Mode.COPY)
             used = [load_config.weight_mapping[i] for i in held.manifest.extra.get("conversions", ())]
-            restore(model, self._before, held.manifest, tensors)
+            return restore(model, self._before, held.manifest, tensors), used, copied
+
+        try:
+            put, used, copied = ranks.together(ready, group)
+            put()
         except BaseException:
             held.close()
             raise
@@ -248,6 +263,14 @@ class Load:
         guard(model)
         held.miss = self.miss
         self.held = _attachments[model] = held
+
+
+def _check_spread(model: Any, group: Group) -> None:
+    """Without a plan Transformers would put the whole model on each rank."""
+    if group.size > 1 and not any(is_dtensor(p) for p in model.parameters()):
+        raise Miss(
+            MissReason.UNSUPPORTED, f"{type(model).__name__} has no tp_plan to spread it over {group.size} ranks"
+        )
 
 
 def _refuse_invented(info: Any) -> None:

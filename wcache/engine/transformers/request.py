@@ -17,6 +17,7 @@ import torch
 
 from wcache.engine.client import Attachment
 from wcache.engine.election import POINTLESS, Target, look
+from wcache.engine.group import Group
 from wcache.engine.options import host_store
 from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import gpu_uuid
@@ -52,13 +53,12 @@ def prepare(
     before: Skeleton,
     arguments: Mapping[str, Any],
     policy: IdentityPolicy,
+    group: Group,
 ) -> Request:
     """Raises Miss(unsupported) for what is not shared, CheckpointError, FingerprintError. Reads no weights."""
     device = _device(load_config.device_map)
-    if getattr(load_config, "device_mesh", None) is not None:
-        raise Miss(MissReason.UNSUPPORTED, "models that Transformers spreads over several devices are not shared")
     found = _survey(files)
-    layout = layout_key(model, load_config, before, arguments, device)
+    layout = layout_key(model, load_config, before, arguments, device, group)
     with host_store() as store:
         content = recognise(found, store, policy).content
     query = Query(

@@ -1,28 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers of one engine tell each other, so that all of them attach the same version or none does.
-
-Runs in vLLM's workers, over vLLM's own CPU process group: small integers only, gathered by every rank at the same
-points. Rank 0 leads: it alone ever waits for another engine, so that two engines which start together cannot wait for
-each other crosswise.
-"""
+"""The workers of one vLLM engine, over vLLM's own CPU process group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from wcache.engine import group
+from wcache.engine.group import reason_number, reason_of, words
 
-import torch
-
-from wcache.model import MissReason
-
-_REASONS = tuple(MissReason)
+__all__ = ["Group", "reason_number", "reason_of", "words"]
 
 
-class Group:
-    """All workers that load one model together; `rank` 0 leads."""
-
-    def __init__(self, rank: int = 0, size: int = 1, process_group: Any = None) -> None:
-        self.rank, self.size, self._process_group = rank, size, process_group
+class Group(group.Group):
+    """All workers that load one model together."""
 
     @classmethod
     def world(cls) -> Group:
@@ -34,30 +22,3 @@ class Group:
         except AssertionError:
             return cls()
         return cls(world.rank_in_group, world.world_size, world.cpu_group)
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
-    def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values (as many on each), in the order of ranks."""
-        if self.size == 1:
-            return [list(values)]
-        mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
-        theirs = [torch.empty_like(mine) for _ in range(self.size)]
-        torch.distributed.all_gather(theirs, mine, group=self._process_group)
-        return [t.tolist() for t in theirs]
-
-
-def words(content: str | None) -> list[int]:
-    """A hex SHA-256 as four signed 64-bit integers."""
-    data = bytes.fromhex(content) if content else bytes(32)
-    return [int.from_bytes(data[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
-
-
-def reason_number(reason: MissReason) -> int:
-    return _REASONS.index(reason)
-
-
-def reason_of(number: int) -> MissReason:
-    return _REASONS[number]

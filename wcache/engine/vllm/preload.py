@@ -18,11 +18,11 @@ import torch
 from wcache.config import Config
 from wcache.engine.loader import Report, device_of
 from wcache.engine.publish import Publication, begin
+from wcache.engine.rendezvous import meet
 from wcache.engine.tensors import torch_device
 from wcache.engine.vllm import writeback
 from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.group import Group
-from wcache.engine.vllm.rendezvous import meet
 from wcache.engine.vllm.request import Request, prepare
 from wcache.errors import ConfigError, WcacheError
 from wcache.model import BackendName, Origin

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the loader children of one host find each other: the first rank picks a port and writes it beside the sockets.
 
-Runs in the preload of `loader = "vllm"`. The file names the process that wrote it, so that what a killed loader left
-behind is never taken for an invitation. Whoever waits says for whom, and gives up at a deadline.
+Runs in the preloads of `loader = "vllm"` and "transformers". The file names the process that wrote it, so that what a
+killed loader left behind is never taken for an invitation. Whoever waits says for whom, and gives up at a deadline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 
 from wcache.errors import LoaderError
 
-FILE = "vllm-rendezvous-{first}.json"
+FILE = "rendezvous-{first}.json"
 _POLL_S = 0.1
 
 
