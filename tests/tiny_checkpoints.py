@@ -1,23 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints of real architectures, made here: dense, experts, encoders, encoder-decoders, code of their own."""
+"""Tiny checkpoints of real architectures, made here: dense, experts, encoders, encoder-decoders, code of their own.
+
+And what tests do with them: twins that differ in one tensor, plain Transformers engines that are filled by wcache.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import wcache
+
+transformers.utils.logging.disable_progress_bar()  # its monitor thread would outlive the test that loads first
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.1,  # wide enough that greedy tokens differ from each other
 }  # fmt: skip
 # name: (configuration class, its arguments, model class, dtype of the checkpoint)
 MODELS: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
     "llama-tied": ("LlamaConfig", {**SIZES, "tie_word_embeddings": True}, "LlamaForCausalLM", torch.bfloat16),
-    "llama-untied": ("LlamaConfig", {**SIZES, "tie_word_embeddings": False}, "LlamaForCausalLM", torch.float32),
+    "llama-untied": ("LlamaConfig", {**SIZES, "tie_word_embeddings": False}, "LlamaForCausalLM", torch.bfloat16),
+    "qwen3": (
+        "Qwen3Config", {**SIZES, "tie_word_embeddings": True, "head_dim": 16}, "Qwen3ForCausalLM", torch.bfloat16,
+    ),
     "gemma3": (
         "Gemma3TextConfig", {**SIZES, "head_dim": 8, "sliding_window": 8}, "Gemma3ForCausalLM", torch.bfloat16,
     ),
@@ -28,6 +44,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
     "mixtral": (
         "MixtralConfig", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}, "MixtralForCausalLM",
         torch.bfloat16,
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16,
+         "decoder_sparse_step": 1},
+        "Qwen3MoeForCausalLM", torch.bfloat16,
     ),
     "mamba": (
         "MambaConfig", {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
@@ -91,14 +113,24 @@ class OwnModel(PreTrainedModel):
 
 def save(name: str, directory: Path, *, seed: int = 0, **shards: Any) -> Path:
     """A checkpoint of random weights; `shards`: arguments of save_pretrained."""
-    import transformers
-
     config_class, arguments, model_class, dtype = MODELS[name]
     config = getattr(transformers, config_class)(**arguments)
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config).to(dtype)
     model.save_pretrained(directory, **shards)
     settle(directory)
+    return directory
+
+
+def save_split(name: str, directory: Path, *, seed: int = 0) -> Path:
+    """As `save`, in several files with an index."""
+    return save(name, directory, seed=seed, max_shard_size="20KB")
+
+
+def twin(source: Path, directory: Path, tensor: str) -> Path:
+    """A copy with the same headers in which one tensor is zero."""
+    shutil.copytree(source, directory)
+    zero(directory, tensor)
     return directory
 
 
@@ -122,3 +154,33 @@ def settle(directory: Path) -> None:
 
 def input_ids() -> torch.Tensor:
     return torch.tensor([[5, 9, 17, 33]])
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by safetensors' own loader."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def skeleton(directory: Path) -> nn.Module:
+    """The language model on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16)
+
+
+def engine(directory: Path, **options: Any) -> tuple[nn.Module, wcache.Attachment]:
+    """A plain Transformers model filled by wcache."""
+    model = skeleton(directory)
+    return model, wcache.load_into(model, directory, init=wcache.init_buffers, **options)
+
+
+def greedy(model: nn.Module) -> list[int]:
+    """The prompt and what a language model says to it, whether or not it would end before."""
+    ids = input_ids()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(10):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids[0].tolist()

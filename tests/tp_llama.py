@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import models
+import tiny_checkpoints as tiny
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,7 +26,6 @@ import wcache
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 ROW = ("o_proj", "down_proj")
-STEPS = 10
 
 
 def build(directory: Path, rank: int, world: int) -> nn.Module:
@@ -70,7 +69,7 @@ def build(directory: Path, rank: int, world: int) -> nn.Module:
 def from_disk(model: nn.Module, directory: Path, rank: int, world: int) -> None:
     """Slice full tensors by hand."""
     state = {}
-    for name, tensor in models.tensors_of(directory).items():
+    for name, tensor in tiny.tensors_of(directory).items():
         owner = name.split(".")[-2]
         dim = 0 if owner in COLUMN else 1 if owner in ROW else None
         state[name] = (tensor if dim is None else tensor.chunk(world, dim)[rank]).float().contiguous()
@@ -78,15 +77,6 @@ def from_disk(model: nn.Module, directory: Path, rank: int, world: int) -> None:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     wcache.init_buffers(model)
-
-
-def greedy(model: nn.Module) -> list[int]:
-    ids = torch.tensor([[1, 5, 9, 200, 31]])
-    model.eval()
-    with torch.no_grad():
-        for _ in range(STEPS):
-            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-    return ids[0].tolist()
 
 
 def digests(model: nn.Module) -> dict[str, str]:
@@ -102,13 +92,13 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     plain = build(directory, rank, world)
     from_disk(plain, directory, rank, world)
-    disk = {"tokens": greedy(plain), "digests": digests(plain)}
+    disk = {"tokens": tiny.greedy(plain), "digests": digests(plain)}
     model = build(directory, rank, world)
     attachment = wcache.load_into(
         model, directory, init=wcache.init_buffers, rank=rank, tp_size=world, dtype="float32",
         socket_dir=sys.argv[5], fallback=False,
     )  # fmt: skip
-    cache = {"tokens": greedy(model), "digests": digests(model)}
+    cache = {"tokens": tiny.greedy(model), "digests": digests(model)}
     dist.destroy_process_group()
     print(json.dumps({"disk": disk, "cache": cache, "source": attachment.source}))
 

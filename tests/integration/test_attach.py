@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import models
 import msgspec
 import pytest
+import tiny_checkpoints as tiny
 import torch
 from daemons import Daemon, Manager
 from hypothesis import HealthCheck, given, settings
@@ -39,7 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
     def get(kind: str) -> Path:
         directory = root / kind
-        return directory if directory.exists() else models.make(kind, directory)
+        return directory if directory.exists() else tiny.save_split(kind, directory)
 
     return get
 
@@ -79,12 +79,12 @@ def _nothing_attached() -> Iterator[None]:
     assert held() == 0
 
 
-@pytest.mark.parametrize("kind", sorted(models.KINDS))
+@pytest.mark.parametrize("kind", ["llama-untied", "llama-tied", "qwen3", "qwen3-moe", "mixtral"])
 def test_a_cached_model_has_the_bytes_and_the_greedy_tokens_of_a_disk_load(
     preloaded: Callable[[str], tuple[Daemon, Path]], kind: str
 ) -> None:
     daemon, directory = preloaded(kind)
-    model, attachment = models.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
+    model, attachment = tiny.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
     assert attachment.source == "cache"
     from transformers import AutoModelForCausalLM
 
@@ -92,14 +92,13 @@ def test_a_cached_model_has_the_bytes_and_the_greedy_tokens_of_a_disk_load(
     mine, theirs = model.state_dict(), plain.state_dict()
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    assert models.greedy(model) == models.greedy(plain)
-    assert models.greedy(model) == models.disk_tokens(directory)
+    assert tiny.greedy(model) == tiny.greedy(plain)
     attachment.close()
 
 
 def test_tied_weights_share_memory_and_are_counted_once(preloaded: Callable[[str], tuple[Daemon, Path]]) -> None:
     daemon, directory = preloaded("llama-tied")
-    model, attachment = models.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
+    model, attachment = tiny.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     unique = {t.data_ptr(): t.nbytes for t in attachment.tensors.values()}
     assert daemon.status().shards[0].weight_bytes == sum(unique.values())
@@ -109,8 +108,8 @@ def test_tied_weights_share_memory_and_are_counted_once(preloaded: Callable[[str
 def test_a_twin_with_the_same_headers_is_a_miss_on_content(
     preloaded: Callable[[str], tuple[Daemon, Path]], tmp_path: Path
 ) -> None:
-    daemon, directory = preloaded("llama")
-    other = models.twin(directory, tmp_path / "twin", "model.norm.weight")
+    daemon, directory = preloaded("llama-untied")
+    other = tiny.twin(directory, tmp_path / "twin", "model.norm.weight")
     with pytest.raises(Miss) as e:
         wcache.attach(other, socket_dir=daemon.socket_dir, fallback=False)
     assert e.value.reason is MissReason.CONTENT
@@ -121,7 +120,7 @@ def test_a_twin_with_the_same_headers_is_a_miss_on_content(
 
 
 def test_the_same_bytes_elsewhere_are_a_hit(preloaded: Callable[[str], tuple[Daemon, Path]], tmp_path: Path) -> None:
-    daemon, directory = preloaded("llama")
+    daemon, directory = preloaded("llama-untied")
     copy, link = tmp_path / "copy", tmp_path / "link"
     shutil.copytree(directory, copy)
     link.symlink_to(directory)
@@ -140,7 +139,7 @@ WRONG: dict[str, Any] = {
 
 
 def test_every_wrong_field_is_a_miss_that_names_it(preloaded: Callable[[str], tuple[Daemon, Path]]) -> None:
-    daemon, directory = preloaded("llama")
+    daemon, directory = preloaded("llama-untied")
     assert WRONG.keys() == set(LayoutKey.__struct_fields__)
     with attaching.host_store() as store:
         query = attaching.prepare(str(directory), None, store).query()
@@ -158,7 +157,7 @@ def test_every_wrong_field_is_a_miss_that_names_it(preloaded: Callable[[str], tu
 def test_a_cold_engine_loads_from_disk_and_the_next_one_hits(
     daemon: Daemon, checkpoints: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = checkpoints("llama")
+    directory = checkpoints("llama-untied")
     caplog.set_level(logging.INFO, "wcache")
     first = wcache.attach(directory, socket_dir=daemon.socket_dir)
     assert first.source == "disk"
@@ -168,7 +167,7 @@ def test_a_cold_engine_loads_from_disk_and_the_next_one_hits(
     assert [len(s.leases) for s in daemon.status().shards] == [1]
     second = wcache.attach(directory, socket_dir=daemon.socket_dir)
     assert second.source == "cache"
-    count = len(models.tensors_of(directory))
+    count = len(tiny.tensors_of(directory))
     assert f"Mapped {count} tensors from the weight cache daemon (zero_copy mode)" in caplog.messages
     assert all(torch.equal(first.tensors[n], second.tensors[n]) for n in first.tensors)
     first.close()
@@ -194,7 +193,7 @@ def test_two_cold_engines_read_the_disk_once(daemon: Daemon, checkpoints: Callab
 
 def test_a_writer_that_takes_too_long_is_not_waited_for(daemon: Daemon, checkpoints: Callable[[str], Path]) -> None:
     """state_timeout_s is the deadline for everything: then the disk serves, and nothing is published twice."""
-    directory = checkpoints("llama")
+    directory = checkpoints("llama-untied")
     with attaching.host_store() as store:
         query = attaching.prepare(str(directory), None, store).query()
     with daemon.connect(role="engine", name="slow writer") as writer:
@@ -212,11 +211,11 @@ def test_a_writer_that_takes_too_long_is_not_waited_for(daemon: Daemon, checkpoi
 def test_without_a_daemon_the_disk_serves_and_without_fallback_the_miss_is_raised(
     checkpoints: Callable[[str], Path], short_dir: Path
 ) -> None:
-    directory = checkpoints("llama")
+    directory = checkpoints("llama-untied")
     with wcache.attach(directory, socket_dir=short_dir) as attachment:
         assert attachment.source == "disk"
         assert attachment.lease is None
-        expected = models.tensors_of(directory)
+        expected = tiny.tensors_of(directory)
         assert all(torch.equal(attachment.tensors[n], expected[n]) for n in expected)
     with pytest.raises(Miss) as e:
         wcache.attach(directory, socket_dir=short_dir, fallback=False)
@@ -226,7 +225,7 @@ def test_without_a_daemon_the_disk_serves_and_without_fallback_the_miss_is_raise
 def test_copy_mode_takes_private_memory_and_frees_the_cache_only_when_nobody_else_holds_it(
     preloaded: Callable[[str], tuple[Daemon, Path]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    daemon, directory = preloaded("llama")
+    daemon, directory = preloaded("llama-untied")
     caplog.set_level(logging.INFO, "wcache")
     other = wcache.attach(directory, socket_dir=daemon.socket_dir, fallback=False)
     copy = wcache.attach(directory, socket_dir=daemon.socket_dir, mode="copy", fallback=False)
@@ -237,14 +236,14 @@ def test_copy_mode_takes_private_memory_and_frees_the_cache_only_when_nobody_els
     daemon.wait_status(lambda s: not s.shards[0].leases, "no lease")
     again = wcache.attach(directory, socket_dir=daemon.socket_dir, mode="copy", fallback=False)
     assert daemon.status().shards == ()
-    expected = models.tensors_of(directory)
+    expected = tiny.tensors_of(directory)
     for attachment in (copy, again):
         assert all(torch.equal(attachment.tensors[n], expected[n]) for n in expected)
         attachment.close()
 
 
 def test_a_stray_write_stays_with_its_engine(preloaded: Callable[[str], tuple[Daemon, Path]]) -> None:
-    daemon, directory = preloaded("llama")
+    daemon, directory = preloaded("llama-untied")
     one = wcache.attach(directory, socket_dir=daemon.socket_dir, fallback=False)
     two = wcache.attach(directory, socket_dir=daemon.socket_dir, fallback=False)
     before = two.tensors["model.norm.weight"].clone()
@@ -259,13 +258,13 @@ def test_a_stray_write_stays_with_its_engine(preloaded: Callable[[str], tuple[Da
 def test_an_engine_keeps_its_weights_when_the_daemon_dies_and_its_lease_comes_back(
     preloaded: Callable[[str], tuple[Daemon, Path]],
 ) -> None:
-    daemon, directory = preloaded("llama")
-    model, attachment = models.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
-    expected = models.greedy(model)
+    daemon, directory = preloaded("llama-untied")
+    model, attachment = tiny.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
+    expected = tiny.greedy(model)
     assert attachment.lease is not None
     daemon.kill()
     assert attachment.lease.wait(LeaseState.LOST, 5)
-    assert models.greedy(model) == expected
+    assert tiny.greedy(model) == expected
     daemon.start()
     assert attachment.lease.wait(LeaseState.HELD, 20)
     (shard,) = daemon.status().shards
@@ -275,7 +274,7 @@ def test_an_engine_keeps_its_weights_when_the_daemon_dies_and_its_lease_comes_ba
 
 
 def test_the_lease_ends_with_the_last_tensor(preloaded: Callable[[str], tuple[Daemon, Path]]) -> None:
-    daemon, directory = preloaded("llama")
+    daemon, directory = preloaded("llama-untied")
     tensor = wcache.attach(directory, socket_dir=daemon.socket_dir, fallback=False).tensors["model.norm.weight"]
     gc.collect()
     assert len(daemon.status().shards[0].leases) == 1
@@ -285,7 +284,7 @@ def test_the_lease_ends_with_the_last_tensor(preloaded: Callable[[str], tuple[Da
 
 
 def test_many_attaches_leave_nothing_behind(preloaded: Callable[[str], tuple[Daemon, Path]]) -> None:
-    daemon, directory = preloaded("llama")
+    daemon, directory = preloaded("llama-untied")
 
     def cycle(times: int) -> None:
         for _ in range(times):
@@ -306,13 +305,13 @@ def test_many_attaches_leave_nothing_behind(preloaded: Callable[[str], tuple[Dae
 def test_a_module_that_differs_is_refused_with_every_difference(
     preloaded: Callable[[str], tuple[Daemon, Path]],
 ) -> None:
-    daemon, directory = preloaded("llama")
-    model = models.skeleton(directory)
-    model.model.norm = torch.nn.LayerNorm(63, device="meta", dtype=torch.float32)
+    daemon, directory = preloaded("llama-untied")
+    model = tiny.skeleton(directory)
+    model.model.norm = torch.nn.LayerNorm(31, device="meta", dtype=torch.float32)
     with pytest.raises(StructureError) as e:
         wcache.load_into(model, directory, socket_dir=daemon.socket_dir, init=wcache.init_buffers)
     text = " ".join(e.value.differences)
-    assert "model.norm.weight: shape (63,) in the module, (64,) in the shard" in text
+    assert "model.norm.weight: shape (31,) in the module, (32,) in the shard" in text
     assert "model.norm.weight: torch.float32 in the module, torch.bfloat16 in the shard" in text
     assert "model.norm.bias: in the module, not in the shard" in text
     assert all(p.is_meta for p in model.parameters()), "nothing was bound"
@@ -321,15 +320,15 @@ def test_a_module_that_differs_is_refused_with_every_difference(
 def test_a_buffer_that_nobody_computes_is_an_error_that_names_it(
     preloaded: Callable[[str], tuple[Daemon, Path]],
 ) -> None:
-    daemon, directory = preloaded("llama")
+    daemon, directory = preloaded("llama-untied")
     with pytest.raises(StructureError, match="inv_freq: would stay on the meta device"):
-        wcache.load_into(models.skeleton(directory), directory, socket_dir=daemon.socket_dir)
+        wcache.load_into(tiny.skeleton(directory), directory, socket_dir=daemon.socket_dir)
 
 
 def test_touched_files_are_hashed_once_and_then_hit(
     preloaded: Callable[[str], tuple[Daemon, Path]], tmp_path: Path
 ) -> None:
-    daemon, directory = preloaded("llama")
+    daemon, directory = preloaded("llama-untied")
     for path in directory.glob("*.safetensors"):
         os.utime(path)
     with wcache.attach(directory, socket_dir=daemon.socket_dir, fallback=False) as attachment:
@@ -341,7 +340,7 @@ def test_touched_files_are_hashed_once_and_then_hit(
 def test_what_an_engine_publishes_comes_back_exactly(
     daemon: Daemon, checkpoints: Callable[[str], Path], data: Any
 ) -> None:
-    directory = checkpoints("llama")
+    directory = checkpoints("llama-untied")
     state = _state(data)
     written = wcache.publish(state, directory, socket_dir=daemon.socket_dir, layout=OWN_LAYOUT)
     assert written is not None
@@ -396,15 +395,15 @@ def test_a_live_module_moves_onto_the_published_memory(daemon: Daemon, checkpoin
 
     directory = checkpoints("llama-tied")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).requires_grad_(False)
-    before = models.greedy(model)
+    before = tiny.greedy(model)
     old = model.model.norm.weight.data_ptr()
     attachment = wcache.publish(model, directory, socket_dir=daemon.socket_dir, repoint=True)
     assert attachment is not None
     assert model.model.norm.weight.data_ptr() != old
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert models.greedy(model) == before
-    other, held_too = models.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
-    assert models.greedy(other) == before
+    assert tiny.greedy(model) == before
+    other, held_too = tiny.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
+    assert tiny.greedy(other) == before
     held_too.close()
     attachment.close()
 
@@ -413,11 +412,11 @@ def test_other_weights_are_not_published_under_a_checkpoints_name(
     daemon: Daemon, checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Random weights, another model's, trained ones, a wrong shape, a missing tensor: refused, nothing is resident."""
-    directory = checkpoints("llama")
-    right = models.tensors_of(directory)
-    other = models.tensors_of(models.make("llama", tmp_path / "other", seed=5))
+    directory = checkpoints("llama-untied")
+    right = tiny.tensors_of(directory)
+    other = tiny.tensors_of(tiny.save_split("llama-untied", tmp_path / "other", seed=5))
     trained = {**right, "model.norm.weight": right["model.norm.weight"] + 1}
-    wrong_shape = {**right, "model.norm.weight": torch.ones(63, dtype=torch.bfloat16)}
+    wrong_shape = {**right, "model.norm.weight": torch.ones(31, dtype=torch.bfloat16)}
     missing = {n: t for n, t in right.items() if n != "model.norm.weight"}
     for state, text in (
         (other, "other bytes than in the checkpoint"),
@@ -440,7 +439,7 @@ def test_other_weights_are_not_published_under_a_checkpoints_name(
 def test_an_engines_own_layout_brings_back_buffers_and_declared_attributes(
     daemon: Daemon, checkpoints: Callable[[str], Path]
 ) -> None:
-    directory = checkpoints("llama")
+    directory = checkpoints("llama-untied")
     module = _WithState().requires_grad_(False)
     module.inner.scale = 0.125
     written = wcache.publish(
@@ -474,18 +473,18 @@ class _WithState(torch.nn.Module):
 
 
 def test_shared_weights_are_not_for_training(preloaded: Callable[[str], tuple[Daemon, Path]]) -> None:
-    daemon, directory = preloaded("llama")
+    daemon, directory = preloaded("llama-untied")
     options: dict[str, Any] = {"socket_dir": daemon.socket_dir, "fallback": False, "requires_grad": True}
     with pytest.raises(StructureError, match="cannot be trained"):
-        models.engine(directory, **options)
-    model, attachment = models.engine(directory, mode="copy", **options)
+        tiny.engine(directory, **options)
+    model, attachment = tiny.engine(directory, mode="copy", **options)
     assert all(p.requires_grad for p in model.parameters())
     attachment.close()
 
 
 def test_the_phases_of_an_attach_sum_to_its_total(preloaded: Callable[[str], tuple[Daemon, Path]]) -> None:
-    daemon, directory = preloaded("llama")
-    _, attachment = models.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
+    daemon, directory = preloaded("llama-untied")
+    _, attachment = tiny.engine(directory, socket_dir=daemon.socket_dir, fallback=False)
     phases = dict(attachment.timing)
     assert phases.pop("total") == pytest.approx(sum(phases.values()))
     assert phases.keys() == {"identify", "connect", "verify", "map", "bind"}
@@ -493,7 +492,7 @@ def test_the_phases_of_an_attach_sum_to_its_total(preloaded: Callable[[str], tup
 
 
 def test_meta_tensors_cannot_be_published(daemon: Daemon, checkpoints: Callable[[str], Path]) -> None:
-    directory = checkpoints("llama")
+    directory = checkpoints("llama-untied")
     with pytest.raises(wcache.WcacheError, match="meta device"):
         wcache.publish({"x": torch.empty(3, device="meta")}, directory, socket_dir=daemon.socket_dir)
     assert daemon.status().shards == ()
@@ -501,5 +500,5 @@ def test_meta_tensors_cannot_be_published(daemon: Daemon, checkpoints: Callable[
 
 def test_a_mode_that_does_not_exist_is_refused(checkpoints: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="zero"):
-        wcache.attach(checkpoints("llama"), mode="zero")
+        wcache.attach(checkpoints("llama-untied"), mode="zero")
     assert Mode("copy") is Mode.COPY

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import models
 import msgspec
 import pytest
+import tiny_checkpoints as tiny
 from daemons import Daemon
 
 from wcache.cli.explaining import Answer
@@ -24,7 +24,7 @@ Said = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.make("llama", tmp_path_factory.mktemp("models") / "llama")
+    return tiny.save_split("llama-untied", tmp_path_factory.mktemp("models") / "llama-untied")
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_the_last_line_is_the_content_and_the_others_are_what_sha256sum_says(che
 
 def test_another_directory_has_the_same_identity_and_a_twin_another(llama: Path, tmp_path: Path, say: Said) -> None:
     shutil.copytree(llama, tmp_path / "copy")
-    models.twin(llama, tmp_path / "twin", "model.norm.weight")
+    tiny.twin(llama, tmp_path / "twin", "model.norm.weight")
     first, copy, twin = (
         say("fingerprint", str(d))[1].split()[-1] for d in (llama, tmp_path / "copy", tmp_path / "twin")
     )
@@ -144,7 +144,7 @@ def test_without_daemons_every_rank_is_a_miss_with_its_cost(llama: Path, say: Sa
     assert status == 0
     found = answers(out)
     assert [(a.rank, a.hit, a.reason) for a in found] == [(0, None, "no_daemon"), (1, None, "no_daemon")]
-    size = sum(t.nbytes for t in models.tensors_of(llama).values())
+    size = sum(t.nbytes for t in tiny.tensors_of(llama).values())
     for answer in found:
         assert answer.read_bytes is not None and answer.memory_bytes is not None
         assert size / 2 <= answer.read_bytes < 0.6 * size
@@ -162,7 +162,7 @@ def test_the_configured_model_is_a_hit_on_every_rank(group: tuple[Daemon, Daemon
 def test_the_same_bytes_elsewhere_hit_and_a_twin_misses_on_its_content(llama: Path, tmp_path: Path, ask: Said) -> None:
     shutil.copytree(llama, tmp_path / "copy")
     assert all(a.hit is not None for a in answers(ask("explain", str(tmp_path / "copy"), "--json")[1]))
-    twin = models.twin(llama, tmp_path / "twin", "model.norm.weight")
+    twin = tiny.twin(llama, tmp_path / "twin", "model.norm.weight")
     for answer in answers(ask("explain", str(twin), "--json")[1]):
         assert answer.reason == "checkpoint_content"
         assert [d.field for d in answer.differences] == ["checkpoint.content"]

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import models
 import pytest
+import tiny_checkpoints as tiny
 from daemons import Daemon
 
 from wcache.model import Origin
@@ -35,7 +35,7 @@ def load(daemon: Daemon, tmp_path: Path) -> Callable[..., subprocess.CompletedPr
 def test_a_load_is_published_and_a_second_one_reads_nothing(
     daemon: Daemon, load: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    directory = models.make("llama", tmp_path / "model")
+    directory = tiny.save_split("llama-untied", tmp_path / "model")
     done = load(f'model = "{directory}"')
     assert done.returncode == 0, done.stderr
     (shard,) = daemon.status().shards
@@ -55,7 +55,7 @@ def test_a_load_is_published_and_a_second_one_reads_nothing(
 def test_a_broken_checkpoint_ends_with_one_line_and_nothing_resident(
     daemon: Daemon, load: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    directory = models.make("llama", tmp_path / "model")
+    directory = tiny.save_split("llama-untied", tmp_path / "model")
     victim = sorted(directory.glob("*.safetensors"))[0]
     victim.write_bytes(victim.read_bytes()[:-16])
     done = load(f'model = "{directory}"')
@@ -69,7 +69,7 @@ def test_a_broken_checkpoint_ends_with_one_line_and_nothing_resident(
 def test_a_loader_that_does_not_fit_the_model_says_so(
     daemon: Daemon, load: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    directory = models.make("llama", tmp_path / "model")
+    directory = tiny.save_split("llama-untied", tmp_path / "model")
     done = load(f'model = "{directory}"', "[parallel]", "tp_size = 3")
     assert done.returncode == 1
     assert "3" in done.stderr
