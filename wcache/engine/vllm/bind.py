@@ -13,7 +13,7 @@ Surprising: building a model leaves traces outside it (vLLM's forward context, i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 
 from wcache.engine.tensors import dtype_name
 from wcache.engine.tensors import tensors_of as tensors_of
-from wcache.engine.vllm import capture
+from wcache.engine.vllm import capture, census, methods
 from wcache.errors import Miss, StructureError
 from wcache.model import Difference, Kind, MissReason
 from wcache.weights.fingerprint import ABSENT
@@ -49,7 +49,7 @@ def unshareable(vllm_config: Any, model_config: Any, prefix: str = "") -> str | 
     """Why the model's quantization methods forbid sharing, found out on a skeleton that is thrown away again."""
     try:
         with skeleton(vllm_config, model_config, prefix) as model:
-            raise _Seen(capture.unshareable(model))
+            raise _Seen(methods.unshareable(model))
     except _Seen as seen:
         return seen.why
     except Exception as e:  # noqa: BLE001 - whatever vLLM makes of a skeleton, a real load may still work
@@ -85,13 +85,24 @@ def _rotary_cache() -> Any:
     return getattr(rotary_embedding, "_ROPE_DICT", None)
 
 
-def bind(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give every parameter, buffer and bare tensor of the skeleton its memory. Raises StructureError."""
+def bind(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    """Give the parameters, buffers and bare tensors that the skeleton has their memory. Raises StructureError.
+
+    Returns the others, which only post-processing makes: `complete` binds them, so that vLLM never writes into them.
+    """
+    known = {name for name, _, _ in capture.registered(model)}
+    specs = [spec for spec in manifest.tensors if spec.kind is not Kind.ATTRIBUTE]
+    _bind(model, manifest, tensors, [spec for spec in specs if known & set(spec.names)])
+    _attributes(model, manifest, tensors)
+    return [spec for spec in specs if not known & set(spec.names)]
+
+
+def _bind(
+    model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor], specs: Iterable[TensorSpec]
+) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     problems: list[str] = []
-    for spec in manifest.tensors:
-        if spec.kind is Kind.ATTRIBUTE:
-            continue
+    for spec in specs:
         parameter: nn.Parameter | None = None
         for name in spec.names:
             prefix, _, leaf = name.rpartition(".")
@@ -99,35 +110,47 @@ def bind(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tenso
             if module is None:
                 problems.append(f"{name}: the model has no module {prefix}")
             elif spec.kind is Kind.PARAMETER:
-                parameter = parameter if parameter is not None else _parameter(module, leaf, tensors[name])
+                if parameter is None:
+                    plain = manifest.attributes.get(f"{name}@{census.CLASS}") == census.PLAIN_PARAMETER
+                    parameter = _parameter(module, leaf, tensors[name], plain=plain)
+                module.__dict__.pop(leaf, None)
                 module._buffers.pop(leaf, None)
                 module._parameters[leaf] = parameter
             else:
+                module.__dict__.pop(leaf, None)
                 module._parameters.pop(leaf, None)
                 module.register_buffer(leaf, tensors[name], persistent=spec.kind is Kind.BUFFER)
     _refuse(problems)
-    _attributes(model, manifest, tensors)
 
 
-def _parameter(module: nn.Module, leaf: str, tensor: torch.Tensor) -> nn.Parameter:
-    """A parameter over `tensor` with the class and attributes (weight loaders, dims) of the one it replaces."""
+def _parameter(module: nn.Module, leaf: str, tensor: torch.Tensor, *, plain: bool) -> nn.Parameter:
+    """A parameter over `tensor`; unless it is to be plain, with the class and attributes of the one it replaces."""
     old = module._parameters.get(leaf)
     parameter = nn.Parameter(tensor, requires_grad=False)
-    if old is not None:
+    if old is not None and not plain:
         parameter.__class__ = old.__class__
         parameter.__dict__.update(old.__dict__)
     return parameter
 
 
-def complete(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+def complete(
+    model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor], late: Iterable[TensorSpec]
+) -> None:
     """After post-processing: restore what it cannot know, then hold the result against the manifest.
 
     Raises StructureError.
     """
     _drop_consumed(model, set(manifest.extra.get("consumed", ())))
+    _bind(model, manifest, tensors, late)
     _attributes(model, manifest, tensors)
-    _restore_values(model, manifest.attributes)
-    _refuse([*differences(model, manifest, tensors), *(f"{n}: left without memory" for n in capture.on_meta(model))])
+    census.restore(model, manifest.attributes)
+    _refuse(
+        [
+            *differences(model, manifest, tensors),
+            *census.differences(model, manifest.attributes),
+            *(f"{n}: left without memory" for n in capture.on_meta(model)),
+        ]
+    )
 
 
 def _drop_consumed(model: nn.Module, consumed: set[str]) -> None:
@@ -140,7 +163,7 @@ def _drop_consumed(model: nn.Module, consumed: set[str]) -> None:
 
 
 def _attributes(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Bare tensors: put back what is missing, on meta, or (in a module itself) not what was captured."""
+    """Bare tensors: put back what is missing, on meta, or not what was captured. Raises StructureError."""
     spots = {spot.path: spot for spot in capture.bare(model)}
     for spec in manifest.tensors:
         if spec.kind is not Kind.ATTRIBUTE:
@@ -149,7 +172,10 @@ def _attributes(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torc
             captured, spot = tensors[path], spots.get(path)
             if spot is None:
                 _put_new(model, path, captured)
-            elif spot.tensor.is_meta or (isinstance(spot.owner, nn.Module) and not _equal(spot.tensor, captured)):
+                continue
+            if spot.tensor.is_meta and (spot.tensor.shape, spot.tensor.dtype) != (captured.shape, captured.dtype):
+                _refuse([f"{path}: {tuple(captured.shape)} in the shard, {tuple(spot.tensor.shape)} here"])
+            if not _equal(spot.tensor, captured):
                 spot.put(captured)
 
 
@@ -165,17 +191,6 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
-
-def _restore_values(model: nn.Module, values: Mapping[str, Any]) -> None:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for path, value in values.items():
-        where, _, attribute = path.rpartition("@") if "@" in path else path.rpartition(".")
-        prefix, _, leaf = where.rpartition(".")
-        owner = getattr(modules.get(prefix), leaf, None) if "@" in path else modules.get(where)
-        if owner is not None and getattr(owner, attribute, None) != value:
-            log.debug("%s: %r as it was set while loading", path, value)
-            setattr(owner, attribute, value)
 
 
 def differences(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[str]:

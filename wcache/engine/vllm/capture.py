@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides a processed model's result: parameters, buffers, bare tensors, and plain values set while loading.
+"""The tensors that decide a processed model's result: parameters, buffers and bare tensors; see `census` for the rest.
 
 Runs in the process that loaded from disk (what is published) and in the one that attaches (what must be there in the
 end, with no tensor left on the meta device). Bare tensors are those that modules keep as plain attributes, in lists
@@ -20,12 +20,9 @@ from torch import nn
 from wcache.engine import state
 from wcache.engine.entries import Entry
 from wcache.engine.state import Spot
-from wcache.engine.state import changed as changed
-from wcache.engine.state import plain_values as plain_values
 from wcache.engine.state import registered as registered
+from wcache.engine.vllm.census import Census, Facts, holds
 from wcache.model import Kind
-
-_NOT_STATE = ("vllm.config", "vllm.compilation", "vllm.distributed", "vllm.platforms", "vllm.v1.worker", "vllm.logger")
 
 
 def entries(model: nn.Module) -> list[Entry]:
@@ -41,12 +38,7 @@ def _all(model: nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor]]:
 
 def bare(model: nn.Module) -> Iterator[Spot]:
     """Tensors that are neither parameters nor buffers, each place once, except those that are also one of these."""
-    return state.bare(model, _holds)
-
-
-def _holds(value: Any) -> bool:
-    home = type(value).__module__
-    return home.startswith("vllm.") and not home.startswith(_NOT_STATE)
+    return state.bare(model, holds)
 
 
 def methods(model: nn.Module) -> dict[str, str]:
@@ -80,7 +72,7 @@ class Before:
     """A model as it was built, before its weights came."""
 
     names: frozenset[str]
-    values: dict[str, Any]
+    facts: Facts
     methods: dict[str, str]
     sizes: dict[str, int]  # elements of each parameter
 
@@ -88,7 +80,7 @@ class Before:
     def of(cls, model: nn.Module) -> Before:
         return cls(
             frozenset(name for name, _, _ in registered(model)),
-            plain_values(model),
+            Census.of(model).facts,
             methods(model),
             {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)},
         )
@@ -106,14 +98,3 @@ class Before:
 def on_meta(model: nn.Module) -> list[str]:
     """Names of all tensors without memory; empty ones too, since their device is wrong all the same."""
     return [name for name, _, tensor in _all(model) if tensor.is_meta]
-
-
-def unshareable(model: nn.Module) -> str | None:
-    """Why the model's quantization methods forbid sharing its processed weights; None if they allow it."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
-            return f"{type(method).__name__} of layer {name or '<root>'} has no pre-processed mode"
-    return None

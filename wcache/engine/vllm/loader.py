@@ -18,7 +18,7 @@ from torch import nn
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from wcache.engine.publish import Publication
-from wcache.engine.vllm import bind, capture, options, session, writeback
+from wcache.engine.vllm import bind, capture, methods, options, session, writeback
 from wcache.engine.vllm.disk import DiskLoader, unpacked_linear
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.plugin import share_handlers
@@ -94,17 +94,17 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         target = torch.device(self.load_config.device or vllm_config.device_config.device)
         with bind.skeleton(vllm_config, model_config, prefix) as model:
             clock.lap("skeleton")
-            why = capture.unshareable(model)
+            why = methods.unshareable(model)
             if why is not None:
                 raise Miss(MissReason.UNSUPPORTED, why)
             bind.check(model, manifest, quantized=vllm_config.quant_config is not None)
             tensors, private = bind.tensors_of(manifest, held.mapping, copy=self.options.mode is Mode.COPY)
-            bind.bind(model, manifest, tensors)
+            late = bind.bind(model, manifest, tensors)
             clock.lap("bind")
-            with unpacked_linear(), weights_already_processed():
+            with unpacked_linear(), methods.not_run(methods.rebuilt(model)), weights_already_processed():
                 process_weights_after_loading(model, model_config, target)
             clock.lap("post-process")
-            bind.complete(model, manifest, tensors)
+            bind.complete(model, manifest, tensors, late)
             clock.lap("check")
         self._settle(model, outcome, sum(len(t.names) for t in manifest.tensors), private)
         return model

@@ -18,7 +18,8 @@ from torch import nn
 
 from wcache.engine.client import Attachment
 from wcache.engine.publish import Publication
-from wcache.engine.vllm import capture
+from wcache.engine.vllm import capture, census, methods
+from wcache.engine.vllm.census import Census
 from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.request import Request
 from wcache.errors import PublishError
@@ -51,7 +52,7 @@ def publish(model: nn.Module, disk: DiskLoader, publication: Publication, reques
     return publication.write(
         capture.entries(model),
         repoint=True,
-        attributes=capture.changed(before.values, capture.plain_values(model)),
+        attributes=census.changes(before.facts, Census.of(model).facts),
         extra={"methods": before.methods, "consumed": before.consumed(model)},
         model=request.query.model,
     )
@@ -61,9 +62,12 @@ def _objection(model: nn.Module, disk: DiskLoader, request: Request) -> str | No
     """Why the processed model must not be shared, or None."""
     if disk.before is None:
         return "vLLM did not load the weights through its default loader"
-    why = capture.unshareable(model)
+    why = methods.unshareable(model)
     if why is not None:
         return why
+    why = census.unrestorable(census.changes(disk.before.facts, Census.of(model).facts), methods.rebuilt(model))
+    if why is not None:
+        return f"post-processing made what cannot be put back: {why}"
     emptied = disk.before.emptied(model)
     if emptied:
         return f"post-processing moved {emptied[0]} and {len(emptied) - 1} more out of sight"

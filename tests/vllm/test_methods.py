@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization methods, MoE and MLA: an engine that attaches is, in everything that decides its result, the one that
+loaded from disk; a method that cannot be shared is named; and what is poisoned is noticed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quantized import quantize
+from tiny_checkpoints import settle
+from vllm_lines import mapped, unusable
+
+from wcache.engine.vllm.parity import differences
+
+# Which of its tiny checkpoints a case quantizes.
+SHARED = {
+    "awq": "llama", "gptq": "qwen3", "packed-int4": "llama", "fp8-channel": "llama", "fp8": "llama",
+    "fp8-static": "qwen3",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def checkpoint(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The checkpoint of a case, made once."""
+    root = tmp_path_factory.mktemp("quantized")
+
+    def make(case: str) -> str:
+        if case == "mla":
+            return str(models / "deepseek")
+        made = root / case
+        if not made.exists():
+            settle(quantize(models / SHARED.get(case, "llama"), made, case))
+        return str(made)
+
+    return make
+
+
+@pytest.mark.parametrize("case", [*SHARED, "mla"])
+def test_a_warm_engine_is_the_disk_engine(case: str, checkpoint: Any, daemons: Any, child: Any) -> None:
+    """Names, kinds, classes, dtypes, shapes, strides, bytes, every attribute, and greedy tokens."""
+    daemon, model = daemons(), checkpoint(case)
+    seen = {}
+    for how, extra in (("cold", {}), ("warm", {"fallback": False}), ("disk", {"socket_dir": "/nowhere"})):
+        began = child("start", name=how, model=model, extra=daemon.extra(**extra))
+        seen[how] = (began["tokens"], child("state", name=how), began["log"])
+        child("stop", name=how)
+        assert not [line for line in began["log"] if "not published" in line]
+    assert len(mapped(seen["warm"][2])) == 1 and len(unusable(seen["disk"][2])) == 1
+    for how in ("cold", "warm"):
+        assert differences(seen["disk"][1], seen[how][1]) == [], how
+        assert seen[how][0] == seen["disk"][0], how
+
+
+def test_a_method_that_hides_its_weights_falls_back_with_its_name(checkpoint: Any, daemons: Any, child: Any) -> None:
+    """Nothing is published, a start that may not fall back says why, and the tokens are those of the disk."""
+    daemon, model = daemons(), checkpoint("int8")
+    began = child("start", name="first", model=model, extra=daemon.extra())
+    [said] = unusable(began["log"])
+    assert "(unsupported: CompressedTensorsLinearMethod CompressedTensorsW8A8Int8 CPUInt8ScaledMMLinearKernel" in said
+    assert "a oneDNN handle owns the packed weights" in said and daemon.status().shards == ()
+    alone = child("start", name="alone", model=model, load_format="auto")
+    assert began["tokens"] == alone["tokens"]
+    refused = child.failing("start", name="strict", model=model, extra=daemon.extra(fallback=False))
+    assert "CPUInt8ScaledMMLinearKernel" in refused.partition("\n")[0]
+
+
+def test_what_mla_derives_from_its_weights_is_attached_and_not_computed_again(
+    checkpoint: Any, daemons: Any, child: Any
+) -> None:
+    daemon, model = daemons(), checkpoint("mla")
+    child("start", name="cold", model=model, extra=daemon.extra())
+    code = """
+from vllm.model_executor.layers.attention import mla_attention as m
+child.kept = m.split_kv_b_proj
+def never(*a, **k): raise AssertionError("computed again")
+m.split_kv_b_proj = never
+"""
+    child("evaluate", code=code)
+    try:
+        child("start", name="warm", model=model, extra=daemon.extra(fallback=False))
+    finally:
+        child("evaluate", code=code.replace("child.kept = m", "_ = m").replace("= never", "= child.kept"))
+    found = child("evaluate", code="""
+model = child._model("warm")
+held = model._wcache_attachment
+inside = lambda t: any(t.data_ptr() == o.data_ptr() for o in held.tensors.values())
+result = [inside(m.W_UV) and inside(m.W_UK_T) for m in model.modules() if hasattr(m, "W_UV")]
+""")  # fmt: skip
+    assert found == [True] * 3
+
+
+POISONS = {
+    "scale": "layer.weight_scale.data.mul_(2)",
+    "flag": "layer.quant_method.act_q_static = True",
+    "attribute": "layer.input_scale = torch.ones(1)",
+    "none": "del layer.input_scale",
+    "kernel": "layer.quant_method.fp8_linear = object()",
+    "class": "layer.weight.__class__ = type('Other', (torch.nn.Parameter,), {})",
+    "stride": "layer.weight.data = layer.weight.data.contiguous()",
+    "host scalar": "layer.quant_method.fp8_linear.scale = 2.0",
+}
+
+
+def test_the_parity_harness_notices_whatever_is_poisoned(checkpoint: Any, daemons: Any, child: Any) -> None:
+    """Each poison goes into a layer of its own."""
+    daemon, model = daemons(), checkpoint("fp8")
+    child("start", name="engine", model=model, extra=daemon.extra())
+    before = child("state", name="engine")
+    layers = [
+        f"layers.{n}.{leaf}" for n in range(3) for leaf in ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    ]
+    for layer, poison in zip(layers, POISONS.values(), strict=False):
+        code = f"import torch\nlayer = child._model('engine').model.get_submodule({layer!r})\n{poison}"
+        child("evaluate", code=code)
+    found = differences(before, child("state", name="engine"))
+    for layer, what in zip(layers, POISONS, strict=False):
+        assert any(line.startswith(f"model.{layer}.") for line in found), what
+    clean = set(layers[len(POISONS) :])
+    assert not [line for line in found if any(layer in line for layer in clean)]
+
+
+def test_a_state_that_cannot_be_put_back_is_a_miss_and_never_served(checkpoint: Any, daemons: Any, child: Any) -> None:
+    """One flag is lost on the way; the engine notices it, names it, and reads the disk."""
+    daemon, model, lost = daemons(), checkpoint("awq"), "use_w4a8"
+    cold = child("start", name="cold", model=model, extra=daemon.extra())
+    child("stop", name="cold")
+    code = f"""
+from wcache.engine.vllm import census
+child.kept = census.restore
+census.restore = lambda model, changed: child.kept(
+    model, {{k: v for k, v in changed.items() if not k.endswith({lost!r})}})
+"""
+    child("evaluate", code=code)
+    try:
+        warm = child("start", name="warm", model=model, extra=daemon.extra())
+    finally:
+        child("evaluate", code="from wcache.engine.vllm import census\ncensus.restore = child.kept")
+    assert not mapped(warm["log"]) and f"{lost}: " in unusable(warm["log"])[0]
+    assert warm["tokens"] == cold["tokens"]

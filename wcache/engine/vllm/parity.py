@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two vLLM models of one checkpoint, held against each other: one loaded from disk, one attached to the cache.
+
+For tests and benchmarks, in engines. A portrait is everything that `census` and `capture` know of a model: names,
+kinds, classes, dtypes, shapes, strides and bytes of all tensors, and every fact beside them; all plain values, so that
+portraits of two processes can be compared. Reads every byte of the model (from a GPU: tensor by tensor).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from wcache.engine.tensors import dtype_name
+from wcache.engine.vllm import capture
+from wcache.engine.vllm.census import Census
+
+Portrait = dict[str, dict[str, Any]]
+
+
+def portrait(model: nn.Module) -> Portrait:
+    """`tensors` by name: [kind, class, dtype, shape, stride, SHA-256]; `facts` by path."""
+    tensors = {name: [str(kind), type(t).__name__, *_of(t)] for name, kind, t in capture.registered(model)}
+    tensors |= {spot.path: ["attribute", type(spot.tensor).__name__, *_of(spot.tensor)] for spot in capture.bare(model)}
+    return {"tensors": tensors, "facts": Census.of(model).facts}
+
+
+def _of(tensor: torch.Tensor) -> list[Any]:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride()), hashlib.sha256(data).hexdigest()]
+
+
+def differences(disk: Mapping[str, Any], warm: Mapping[str, Any]) -> list[str]:
+    """One sentence for each thing that is not the same in both portraits."""
+    found = []
+    for what in ("tensors", "facts"):
+        one, other = disk[what], warm[what]
+        for name in sorted(one.keys() | other.keys()):
+            if name not in one or name not in other:
+                found.append(f"{name}: only {'attached' if name in other else 'from disk'}")
+            elif one[name] != other[name]:
+                found.append(f"{name}: {one[name]} from disk, {other[name]} attached")
+    return found
