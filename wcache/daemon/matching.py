@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from wcache.daemon.facts import NotHere, Publication, Shard, label
 from wcache.model import Difference, IdentityPolicy, MissReason
 from wcache.protocol.messages import Query
-from wcache.weights.fingerprint import Fingerprint, differences, layout_id
+from wcache.weights.fingerprint import CONTENT_FIELD, Fingerprint, differences, layout_id
 
-CONTENT_FIELD = "checkpoint.content"
 DEVICE_FIELD = "device"
 UNKNOWN = "<not known without reading>"
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +39,7 @@ from wcache.errors import (
 from wcache.host.fds import OwnedFd, close_all, is_sealed
 from wcache.model import BackendName, MissReason, Mode
 from wcache.protocol.connection import connect
-from wcache.protocol.messages import Attach, Hit, Pending, Query, Released
+from wcache.protocol.messages import Attach, Hit, Query, Released
 from wcache.weights.fingerprint import layout_id
 from wcache.weights.manifest import Manifest, decode
 from wcache.weights.segment import Access, Mapping, open_backend
@@ -138,7 +137,6 @@ def attach_shard(
     name: str | None = None,
     device: str | None = None,
     access: Access | None = None,
-    on_pending: Callable[[Pending], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> Attachment:
     """Attach the shard that `query` names. `wait_s`: how long to wait for a publication in progress.
@@ -152,7 +150,7 @@ def attach_shard(
     with ExitStack() as unwind:
         connection = connect(socket_path, role="engine", name=name, device=device, timeout_s=connect_timeout_s)
         unwind.callback(connection.close)
-        hit, manifest_fd, fds = connection.attach(Attach(query=query, mode=mode, wait_s=wait_s), on_pending=on_pending)
+        hit, manifest_fd, fds = connection.attach(Attach(query=query, mode=mode, wait_s=wait_s))
         watch.lap("connect")
         try:
             manifest = _read_manifest(manifest_fd, hit, query)

@@ -31,22 +31,20 @@ def fill(
     *,
     init: Callable[[nn.Module], object] | None = None,
     attributes: Mapping[str, Any] | None = None,
-    strict: bool = True,
     requires_grad: bool = False,
 ) -> None:
     """Bind `tensors` to `module` in place.
 
     `init(module)`: computes non-persistent buffers that no checkpoint carries (rotary tables, masks); it is called
     when everything else is bound, and must leave nothing on meta. `attributes`: plain values, or tensors (cloned), by
-    dotted name. `strict` false: tensors of the shard that the module does not have are left out. Names that are tied in
-    the module get one tensor, unless the shard holds two.
+    dotted name. Names that are tied in the module get one tensor, unless the shard holds two.
     Raises StructureError before anything is bound, or for what is left on meta in the end.
     """
     entries = state.module_entries(module)
     modules = dict(module.named_modules(remove_duplicate=False))
     homeless = [n for n in attributes or {} if n.rpartition(".")[0] not in modules]
     problems = [
-        *_differences(entries, tensors, strict=strict),
+        *_differences(entries, tensors),
         *(f"{n}: in the shard, and no such module" for n in homeless),
     ]
     if init is None:
@@ -120,7 +118,7 @@ def _source(name: str, names: tuple[str, ...], tensors: Mapping[str, torch.Tenso
     return next((tensors[n] for n in (name, *names) if n in tensors), None)
 
 
-def _differences(entries: list[Entry], tensors: Mapping[str, torch.Tensor], *, strict: bool) -> Iterator[str]:
+def _differences(entries: list[Entry], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
     wanted: set[str] = set()
     for entry in entries:
         wanted.update(entry.names)
@@ -130,8 +128,7 @@ def _differences(entries: list[Entry], tensors: Mapping[str, torch.Tensor], *, s
                 yield from _disagreements(name, entry.tensor, found)
             elif entry.kind is not Kind.NON_PERSISTENT:
                 yield f"{name}: in the module, not in the shard"
-    if strict:
-        yield from (f"{name}: in the shard, not in the module" for name in sorted(tensors.keys() - wanted))
+    yield from (f"{name}: in the shard, not in the module" for name in sorted(tensors.keys() - wanted))
 
 
 def _disagreements(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> Iterator[str]:

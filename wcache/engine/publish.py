@@ -128,7 +128,6 @@ class Publication:
         attributes: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
         model: str | None = None,
-        content: str | None = None,
     ) -> Attachment:
         """Publish live tensors. `repoint`: parameters move onto the published memory, and their old memory is freed.
 
@@ -154,7 +153,7 @@ class Publication:
                     if repoint:
                         moved.append(_repoint(backend, fds[-1], size, inside))
                 manifest = self._manifest(
-                    backend, tuple(specs), storages, tensors, content, model, attributes or {}, extra or {}
+                    backend, tuple(specs), storages, tensors, model=model, attributes=attributes, extra=extra
                 )
                 return self._attached(self._commit(manifest, fds), manifest, fds, moved)
 
@@ -167,7 +166,6 @@ class Publication:
         tensors: tuple[TensorSpec, ...],
         *,
         content: str | None = None,
-        model: str | None = None,
         attach: bool = True,
     ) -> Attachment | None:
         """Publish sealed segments; the descriptors stay the caller's.
@@ -175,7 +173,7 @@ class Publication:
         `content`: where the query could not name it. `attach` false: nothing is mapped and no lease is taken.
         """
         with self:
-            manifest = self._manifest(backend, specs, storages, tensors, content, model, {}, {})
+            manifest = self._manifest(backend, specs, storages, tensors, content=content)
             committed = self._commit(manifest, fds)
             if attach:
                 return self._attached(committed, manifest, fds)
@@ -188,10 +186,11 @@ class Publication:
         specs: tuple[SegmentSpec, ...],
         storages: tuple[StorageSpec, ...],
         tensors: tuple[TensorSpec, ...],
-        content: str | None,
-        model: str | None,
-        attributes: dict[str, Any],
-        extra: dict[str, Any],
+        *,
+        content: str | None = None,
+        model: str | None = None,
+        attributes: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> Manifest:
         known = self.query.content or content
         if known is None:
@@ -210,10 +209,10 @@ class Publication:
             segments=specs,
             storages=storages,
             tensors=tensors,
-            attributes=attributes,
+            attributes=attributes or {},
             spec=self._spec,
             wcache_version=__version__,
-            extra=extra,
+            extra=extra or {},
         )
 
     def _commit(self, manifest: Manifest, fds: Sequence[OwnedFd]) -> Committed:

@@ -19,6 +19,7 @@ from wcache.errors import FingerprintError
 from wcache.model import Difference
 
 ABSENT = "<absent>"
+CONTENT_FIELD = "checkpoint.content"  # beside the fields of the layout
 
 
 class LayoutKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -85,16 +86,14 @@ def layout_id(layout: LayoutKey) -> str:
     return digest(layout.fields())
 
 
-def differences(
-    asked_content: str | None, asked: LayoutKey, resident: Fingerprint, *, content_field: str = "checkpoint.content"
-) -> list[Difference]:
+def differences(asked_content: str | None, asked: LayoutKey, resident: Fingerprint) -> list[Difference]:
     """Every field in which a request differs from a resident fingerprint, nested fields by dotted path.
 
     `asked_content` None means: not compared.
     """
     found = []
     if asked_content is not None and asked_content != resident.content:
-        found.append(Difference(content_field, asked_content, resident.content))
+        found.append(Difference(CONTENT_FIELD, asked_content, resident.content))
     have, want = _flat(resident.layout.fields()), _flat(asked.fields())
     for path in sorted(have.keys() | want.keys()):
         a, r = want.get(path, ABSENT), have.get(path, ABSENT)
