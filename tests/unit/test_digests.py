@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wcache.host.flock import FileLock
-from wcache.weights.checkpoint import Stamp
+from wcache.weights.checkpoint_file import Stamp
 from wcache.weights.digests import Claim, DigestStore, settled
 
 OLD = Stamp(device=1, inode=2, size=3, mtime_ns=1_000_000_000_123, ctime_ns=1_000_000_000_456)

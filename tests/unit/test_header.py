@@ -31,11 +31,11 @@ def parse(header: object, size: int = 0) -> Header:
     return parse_header(data, size, "f.safetensors")
 
 
-def read(data: bytes, size: int | None = None, **options: Any) -> Header:
+def read(data: bytes, size: int | None = None) -> Header:
     with tempfile.TemporaryFile() as f:
         f.write(data)
         f.flush()
-        return read_header(f.fileno(), len(data) if size is None else size, "f.safetensors", **options)
+        return read_header(f.fileno(), len(data) if size is None else size, "f.safetensors")
 
 
 def fault_of(call: Callable[[], object]) -> tuple[CheckpointFault, str]:
@@ -126,10 +126,11 @@ def test_a_file_that_is_no_safetensors_file_is_refused_by_what_it_is(case: str) 
     assert words in message
 
 
-def test_the_length_field_is_bounded_by_the_cap_even_if_the_file_is_as_long() -> None:
+def test_the_length_field_is_bounded_by_the_cap_even_if_the_file_is_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     data = struct.pack("<Q", 1000) + b"{}".ljust(1000)
     assert read(data).entries == ()
-    assert fault_of(lambda: read(data, max_header_bytes=999))[0] is F.HEADER_TOO_LARGE
+    monkeypatch.setattr("wcache.weights.header.MAX_HEADER_BYTES", 999)
+    assert fault_of(lambda: read(data))[0] is F.HEADER_TOO_LARGE
 
 
 @pytest.mark.parametrize("length", [99_999, 100_000, 100_001, 256 << 10, (256 << 10) + 1, 1 << 20])

@@ -24,8 +24,9 @@ from wcache.errors import CheckpointError, FingerprintError
 from wcache.model import CheckpointFault, IdentityPolicy
 from wcache.weights import identity
 from wcache.weights.checkpoint import Survey, survey
+from wcache.weights.checkpoint_file import open_surveyed
 from wcache.weights.digests import DigestStore
-from wcache.weights.identity import Identity, combine, identify, open_store, open_surveyed, recognise, remember
+from wcache.weights.identity import Identity, combine, identify, open_store, recognise, remember
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

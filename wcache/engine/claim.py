@@ -22,7 +22,7 @@ from wcache.errors import CheckpointError, PublishError
 from wcache.host.fds import OwnedFd, close_all
 from wcache.model import CheckpointFault, Kind
 from wcache.weights.checkpoint import Checkpoint, open_checkpoint
-from wcache.weights.identity import open_surveyed
+from wcache.weights.checkpoint_file import open_surveyed
 from wcache.weights.manifest import contiguous_stride
 from wcache.weights.sharding import ShardTensor, shard
 from wcache.weights.slicing import Piece
@@ -84,7 +84,7 @@ def _other_bytes(checkpoint: Checkpoint, found: Sequence[tuple[ShardTensor, Entr
     fds: dict[int, OwnedFd] = {}
     try:
         for i in files:
-            fds[i] = open_surveyed(checkpoint.survey.files[i], hashed=False)
+            fds[i] = open_surveyed(checkpoint.survey.files[i])
         with ThreadPoolExecutor(_READS_AT_ONCE, "wcache-claim") as pool:
             same = pool.map(lambda pair: _agree(pair[0], pair[1].tensor, fds), found[::step])
             for (wanted, _), good in zip(found[::step], same, strict=True):

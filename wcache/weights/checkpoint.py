@@ -11,7 +11,6 @@ The index is a per-file allowlist: a tensor counts only in the file the index as
 from __future__ import annotations
 
 import hashlib
-import os
 import stat
 import time
 from collections import Counter
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from wcache.errors import CheckpointError
-from wcache.host.statx import FreshStat, fresh_stat
+from wcache.host.statx import fresh_stat
 from wcache.model import CheckpointFault
+from wcache.weights.checkpoint_file import CheckpointFile, Stamp, open_surveyed
 from wcache.weights.directory import (
     CONFIG,
     MAX_CONFIG_BYTES,
@@ -35,47 +35,17 @@ from wcache.weights.directory import (
     complete_set,
     config_names,
     kind,
-    open_regular,
     parse_config,
     parse_index,
     read_small,
     resolve_directory,
 )
-from wcache.weights.header import MAX_HEADER_BYTES, Header, describe, read_header, refuse
+from wcache.weights.header import Header, describe, read_header, refuse
 
 PARALLEL_CALLS = 32  # round trips under way at once
 SLOW_CALL_S = 0.001  # a stat that takes longer was a round trip; below, a thread costs more than it saves
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What stat(2) says about a file: if it moved, the bytes may have changed. Never a proof on its own."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, st: os.stat_result | FreshStat) -> Stamp:
-        return cls(st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
-
-    def unmoved(self, later: Stamp) -> bool:
-        """Size and times are the same. Inode numbers are left out: some network mounts change them at will."""
-        return (self.size, self.mtime_ns, self.ctime_ns) == (later.size, later.mtime_ns, later.ctime_ns)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFile:
-    """One file of weights. `blob`: the SHA-256 that a hub cache claims for it by the name of its blob."""
-
-    name: str
-    path: Path
-    stamp: Stamp
-    blob: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +133,14 @@ def survey(directory: Path | str, *, revision: str | None = None, allow_stale_in
     return Survey(root, tuple(files), weight_map, config, digests, commit, index, ignored, tuple(warnings))
 
 
-def open_checkpoint(survey: Survey, *, max_header_bytes: int = MAX_HEADER_BYTES) -> Checkpoint:
+def open_checkpoint(survey: Survey) -> Checkpoint:
     """Read and check every header, in parallel; nothing else is allocated.
 
     Raises CheckpointError; where several files are bad the message lists each. A file that changed since the survey is
     refused, so that what the survey recognised is what is read.
     """
-    read = partial(_attempt, partial(_header, max_header_bytes=max_header_bytes))
     with ThreadPoolExecutor(max(1, min(PARALLEL_CALLS, len(survey.files))), "wcache-header") as pool:
-        headers = _all_good(list(pool.map(read, survey.files)), survey.directory)
+        headers = _all_good(list(pool.map(partial(_attempt, _header), survey.files)), survey.directory)
     if survey.weight_map is None:
         tensors, ignored = _take_all(survey, headers), Counter[str]()
     else:
@@ -275,12 +244,10 @@ def _attempt(work: Callable[[CheckpointFile], T], file: CheckpointFile) -> T | C
         return e
 
 
-def _header(file: CheckpointFile, *, max_header_bytes: int) -> Header:
-    with open_regular(file.path, file.name) as fd:
-        if not file.stamp.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
-            refuse(CheckpointFault.CHANGED_WHILE_READING, f"{file.name}: changed since the directory was surveyed")
+def _header(file: CheckpointFile) -> Header:
+    with open_surveyed(file) as fd:
         try:
-            return read_header(fd.fileno(), file.stamp.size, file.name, max_header_bytes=max_header_bytes)
+            return read_header(fd.fileno(), file.stamp.size, file.name)
         except OSError as e:
             raise CheckpointError(CheckpointFault.UNREADABLE, f"read {file.name}: {e.strerror}") from e
 

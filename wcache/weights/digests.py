@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
 from wcache.host.flock import FileLock
-from wcache.weights.checkpoint import Stamp
+from wcache.weights.checkpoint_file import Stamp
 
 log = logging.getLogger(__name__)
 

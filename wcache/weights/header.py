@@ -58,7 +58,7 @@ class Header:
     data_offset: int
 
 
-def read_header(fd: int, size: int, what: str, *, max_header_bytes: int = MAX_HEADER_BYTES) -> Header:
+def read_header(fd: int, size: int, what: str) -> Header:
     """Read and check the header of an open file of `size` bytes; `what` names it in messages.
 
     Raises CheckpointError; OSError where the file system fails.
@@ -66,7 +66,7 @@ def read_header(fd: int, size: int, what: str, *, max_header_bytes: int = MAX_HE
     if size == 0:
         refuse(CheckpointFault.EMPTY_FILE, f"{what}: the file has 0 bytes", "download it again")
     start = _pread(fd, min(size, FIRST_READ_BYTES), 0, what)
-    length = header_length(start, size, what, max_header_bytes)
+    length = header_length(start, size, what)
     end = LENGTH_BYTES + length
     data = start[LENGTH_BYTES:end]
     if len(data) < length:
@@ -74,7 +74,7 @@ def read_header(fd: int, size: int, what: str, *, max_header_bytes: int = MAX_HE
     return parse_header(data, size - end, what)
 
 
-def header_length(start: bytes, size: int, what: str, max_header_bytes: int = MAX_HEADER_BYTES) -> int:
+def header_length(start: bytes, size: int, what: str) -> int:
     """The length field of a file that has `size` bytes and begins with `start`, bounded by both. Allocates nothing."""
     if is_lfs_pointer(start):
         message = f"{what}: a Git LFS pointer of {size} bytes, not the weights"
@@ -84,14 +84,14 @@ def header_length(start: bytes, size: int, what: str, max_header_bytes: int = MA
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
     there = size - LENGTH_BYTES
     if length > there:
-        if length > max_header_bytes:
+        if length > MAX_HEADER_BYTES:
             message = f"{what}: a header of {length} bytes in a file of {size} bytes"
             hint = f"the file begins with {start[:16]!r}: is it a safetensors file at all?"
             refuse(CheckpointFault.HEADER_TOO_LARGE, message, hint)
         message = f"{what}: truncated inside the header, {length - there} of its {length} bytes are missing"
         refuse(CheckpointFault.TRUNCATED, message, "download it again")
-    if length > max_header_bytes:
-        message = f"{what}: a header of {length} bytes; at most {max_header_bytes} are allowed"
+    if length > MAX_HEADER_BYTES:
+        message = f"{what}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed"
         refuse(CheckpointFault.HEADER_TOO_LARGE, message)
     if length < 2:
         refuse(CheckpointFault.HEADER_TOO_SHORT, f"{what}: a header of {length} bytes; '{{}}' already takes 2")

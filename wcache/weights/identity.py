@@ -20,17 +20,16 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from wcache.errors import CheckpointError, FingerprintError
-from wcache.host.fds import OwnedFd
 from wcache.host.statx import fresh_stat
 from wcache.model import CheckpointFault, IdentityPolicy
-from wcache.weights.checkpoint import PARALLEL_CALLS, CheckpointFile, Stamp, Survey
+from wcache.weights.checkpoint import PARALLEL_CALLS, Survey
+from wcache.weights.checkpoint_file import CheckpointFile, Stamp, moved, write_back
 from wcache.weights.digests import FILE_NAME, Claim, DigestStore
 from wcache.weights.directory import open_regular
 from wcache.weights.fingerprint import digest
-from wcache.weights.header import describe, refuse
+from wcache.weights.header import describe
 
 log = logging.getLogger(__name__)
 
@@ -146,45 +145,8 @@ def remember(survey: Survey, digests: Mapping[str, str], store: DigestStore, sta
         stamps = list(pool.map(_stamp_now, files))
     changed = [f.name for f, stamp in zip(files, stamps, strict=True) if not f.stamp.unmoved(stamp)]
     if changed:
-        _refuse_moved(f"{survey.directory}: changed while loading: {describe(changed)}")
+        raise moved(f"{survey.directory}: changed while loading: {describe(changed)}")
     store.record_all((stamp, digests[f.name], started, _real(f)) for f, stamp in zip(files, stamps, strict=True))
-
-
-def _write_back(fd: int) -> None:
-    """Before a file is hashed: have its dirty pages written back (fsync(2) needs no write access).
-
-    A process with a shared writable mapping moves mtime and ctime only when it writes to a page that is clean; it may
-    go on writing to a dirty page unseen. Write-back makes pages clean and write-protects them again, so that each
-    later store faults, moves ctime, and is noticed. (mmap(2): st_ctime and st_mtime; seen so on ext4, Linux 6.18.)
-    """
-    try:
-        os.fsync(fd)
-    except OSError as e:  # EROFS, EINVAL: a file system that has nothing to write back
-        log.debug("fsync before hashing: %s", e)
-
-
-def open_surveyed(file: CheckpointFile, *, hashed: bool) -> OwnedFd:
-    """Open a file to load it; `hashed`: its bytes are hashed as they pass. Raises CheckpointError if it has moved."""
-    fd = open_regular(file.path, file.name)
-    try:
-        if hashed:
-            _write_back(fd.fileno())  # or a store through a mapping could go unnoticed later
-        check_unmoved(file, fd, "after it was surveyed")
-    except BaseException:
-        fd.close()
-        raise
-    return fd
-
-
-def check_unmoved(file: CheckpointFile, fd: OwnedFd, when: str) -> None:
-    """Raises CheckpointError(CHANGED_WHILE_READING) if an open file is no longer what was surveyed."""
-    if not file.stamp.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
-        _refuse_moved(f"{file.path}: changed {when}")
-
-
-def _refuse_moved(message: str) -> NoReturn:
-    hint = "is something still writing the checkpoint? start again when it is done"
-    refuse(CheckpointFault.CHANGED_WHILE_READING, message, hint)
 
 
 def hash_file(file: CheckpointFile, buffer: memoryview, advance: Callable[[int], None] = lambda _: None) -> Hashed:
@@ -194,7 +156,7 @@ def hash_file(file: CheckpointFile, buffer: memoryview, advance: Callable[[int],
             seen = Stamp.of(fresh_stat(fd.fileno()))
             if (seen.size, seen.mtime_ns) != (file.stamp.size, file.stamp.mtime_ns):
                 break
-            _write_back(fd.fileno())
+            write_back(fd.fileno())
             started = time.time()
             # A store between the write-back of its page and here would leave a dirty page; it has moved the stamp.
             if not seen.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
@@ -203,7 +165,7 @@ def hash_file(file: CheckpointFile, buffer: memoryview, advance: Callable[[int],
             if seen.unmoved(Stamp.of(fresh_stat(fd.fileno()))):
                 return Hashed(sha256, seen, started)
             advance(-seen.size)
-    _refuse_moved(f"{file.path}: changed while it was read")
+    raise moved(f"{file.path}: changed while it was read")
 
 
 def _recognise(survey: Survey, store: DigestStore, policy: IdentityPolicy) -> dict[str, tuple[str, str]]:

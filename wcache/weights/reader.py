@@ -19,8 +19,7 @@ from typing import Protocol
 from wcache.errors import CheckpointError
 from wcache.host.fds import OwnedFd, close_all
 from wcache.model import CheckpointFault
-from wcache.weights.checkpoint import CheckpointFile
-from wcache.weights.identity import check_unmoved, open_surveyed
+from wcache.weights.checkpoint_file import CheckpointFile, check_unmoved, open_surveyed
 from wcache.weights.sink import CHUNK_BYTES, LANDINGS_PER_THREAD, STAGING_BYTES, Chunk, Landing, Sink
 
 THREADS = STAGING_BYTES // CHUNK_BYTES // LANDINGS_PER_THREAD  # more could wait for each other's staging
