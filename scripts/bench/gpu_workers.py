@@ -183,7 +183,8 @@ def load_wcache(directory: str, gpu: str, hashed: bool) -> Steps:
     from wcache.model import Placement, Sizes
     from wcache.weights.checkpoint import open_checkpoint, survey
     from wcache.weights.load import load
-    from wcache.weights.sharding import plan_for, shard
+    from wcache.weights.plan import plan_for
+    from wcache.weights.sharding import shard
 
     backend = CudaBackend(gpu)
     free, _ = backend.gpu.free_and_total()

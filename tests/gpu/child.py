@@ -199,7 +199,8 @@ def loader(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
     from wcache.model import Placement, Sizes
     from wcache.weights.checkpoint import open_checkpoint, survey
     from wcache.weights.load import load
-    from wcache.weights.sharding import plan_for, shard
+    from wcache.weights.plan import plan_for
+    from wcache.weights.sharding import shard
 
     backend = CudaBackend(request["gpu"])
     checkpoint = open_checkpoint(survey(Path(request["directory"])))

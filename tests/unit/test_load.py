@@ -27,8 +27,9 @@ from wcache.weights.checkpoint import Checkpoint, open_checkpoint, survey
 from wcache.weights.chunks import chunks
 from wcache.weights.load import Filled, load
 from wcache.weights.manifest import ALIGNMENT
+from wcache.weights.plan import plan_for
 from wcache.weights.segment_host import HostBackend, HostSegment
-from wcache.weights.sharding import ShardPlan, plan_for, shard
+from wcache.weights.sharding import ShardPlan, shard
 from wcache.weights.sink import CHUNK_BYTES, Copy
 
 LLAMA = {
@@ -493,7 +494,8 @@ from wcache.model import Placement, Sizes
 from wcache.weights.checkpoint import open_checkpoint, survey
 from wcache.weights.load import load
 from wcache.weights.segment_host import HostBackend
-from wcache.weights.sharding import plan_for, shard
+from wcache.weights.plan import plan_for
+from wcache.weights.sharding import shard
 
 def anonymous_peak():
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))

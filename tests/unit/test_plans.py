@@ -18,9 +18,9 @@ from wcache.model import Placement, Sizes
 from wcache.weights.checkpoint import open_checkpoint, survey
 from wcache.weights.expression import choices, pattern, size
 from wcache.weights.load import Filled, load
-from wcache.weights.plan import packaged
+from wcache.weights.plan import packaged, plan_for
 from wcache.weights.segment_host import HostBackend
-from wcache.weights.sharding import plan_for, shard
+from wcache.weights.sharding import shard
 
 # --- the language -----------------------------------------------------------------------------------------------------
 

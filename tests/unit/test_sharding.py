@@ -16,7 +16,8 @@ from wcache.errors import CheckpointError, ConfigError, PlanError
 from wcache.model import CheckpointFault, Placement, Sizes
 from wcache.weights.checkpoint import Checkpoint, Survey, TensorEntry
 from wcache.weights.fingerprint import layout_id
-from wcache.weights.sharding import Plan, ShardPlan, layout_key, plan_for, shard
+from wcache.weights.plan import Plan, plan_for
+from wcache.weights.sharding import ShardPlan, layout_key, shard
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16,

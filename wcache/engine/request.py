@@ -68,6 +68,6 @@ def prepare(
     found = survey(Path(model), revision=revision)
     place = placement or Placement(Sizes(), 0)
     chosen = plan_for(found.config, Path(plan) if plan is not None else None)
-    layout = layout_key(found.config, place, dtype, chosen, revision=None)
+    layout = layout_key(found.config, place, dtype, chosen)
     known = recognise(found, store, policy)
     return Request(str(model), found, place, dtype, chosen, layout, known)

@@ -19,10 +19,8 @@ from wcache.weights.checkpoint import Checkpoint, TensorEntry
 from wcache.weights.expression import choices, config_value, fill, pattern, size
 from wcache.weights.fingerprint import LayoutKey
 from wcache.weights.header import describe
-from wcache.weights.plan import NO_PLAN, Default, Plan, Rule, Split, Stack, Stage, architecture, plan_for
+from wcache.weights.plan import NO_PLAN, Default, Plan, Rule, Split, Stack, Stage, architecture
 from wcache.weights.slicing import EVERYTHING, Cut, Piece, cut, is_scale, local_shape, pieces
-
-__all__ = ["AUTO", "ENGINE", "LAYOUT_VERSION", "Plan", "ShardPlan", "ShardTensor", "layout_key", "plan_for", "shard"]
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +62,7 @@ class ShardPlan:
         return sum(t.nbytes for t in self.tensors)
 
 
-def layout_key(
-    config: Mapping[str, Any], placement: Placement, dtype: str, plan: Plan, *, revision: str | None = None
-) -> LayoutKey:
+def layout_key(config: Mapping[str, Any], placement: Placement, dtype: str, plan: Plan) -> LayoutKey:
     """The layout of this loader's shards. `dtype`: "auto" (as in the checkpoint) stays "auto": nothing is cast.
 
     Ranks that hold the same bytes get the same key: without experts neither data nor expert parallelism decides.
@@ -92,7 +88,7 @@ def layout_key(
         quantization=dict(quantization) if isinstance(quantization, Mapping) else None,
         rope={k: v for k in _ROPE_KEYS if (v := config_value(config, k)) is not None} or None,
         max_model_len=length if isinstance(length, int) else None,
-        revision=revision,
+        revision=None,  # the content says which version it is; a branch's name does not
         plan=plan.digest,
     )
 
