@@ -17,10 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from wcache.model import BackendName
 from wcache.weights.segment import Backend, WritableSegment
+
+if TYPE_CHECKING:
+    import torch
 
 CHUNK_BYTES = 16 << 20  # at most; a file is read in pieces of this size
 LANDINGS_PER_THREAD = 2  # one being filled while the one before it is hashed
@@ -97,6 +100,16 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Free staging and let go of segment memory, after success or failure; idempotent. No landing is open then."""
+
+
+def elements(copy: Copy, source: memoryview) -> torch.Tensor:
+    """What one copy moves, [rows, run]: elements of the file's dtype if it casts, else bytes. `source`: its span."""
+    import torch
+
+    dtype = getattr(torch, copy.source_dtype) if copy.casts else torch.uint8
+    # Elements may start at any byte of a file; a bytearray is aligned for every dtype.
+    flat = torch.frombuffer(bytearray(source), dtype=dtype)
+    return flat.as_strided((copy.rows, copy.run // dtype.itemsize), (copy.pitch // dtype.itemsize, 1))
 
 
 def open_sink(backend: Backend, segments: Sequence[WritableSegment]) -> Sink:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 from wcache.host.gpu import Gpu, Handle, quietly
 from wcache.weights.segment import Backend, WritableSegment
 from wcache.weights.segment_cuda import CudaBackend, DeviceMemory
-from wcache.weights.sink import CHUNK_BYTES, STAGING_BYTES, Chunk, Copy
+from wcache.weights.sink import CHUNK_BYTES, STAGING_BYTES, Chunk, Copy, elements
 
 if TYPE_CHECKING:
     import torch
@@ -190,8 +190,4 @@ def _cast(copy: Copy, source: memoryview) -> torch.Tensor:
     """The elements of one copy converted, [rows, run], dense. Rounds as `Tensor.to` does."""
     import torch
 
-    source_dtype, dtype = getattr(torch, copy.source_dtype), getattr(torch, copy.dtype)
-    # Elements may start at any byte of a file; a bytearray is aligned for every dtype.
-    elements = torch.frombuffer(bytearray(source), dtype=source_dtype)
-    shape = (copy.rows, copy.run // source_dtype.itemsize)
-    return elements.as_strided(shape, (copy.pitch // source_dtype.itemsize, 1)).to(dtype).contiguous()
+    return elements(copy, source).to(getattr(torch, copy.dtype)).contiguous()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from wcache.weights.segment import WritableSegment
-from wcache.weights.sink import CHUNK_BYTES, STAGING_BYTES, Chunk, Copy
+from wcache.weights.sink import CHUNK_BYTES, STAGING_BYTES, Chunk, Copy, elements
 
 SHORT_RUN_BYTES = 4096  # thousands of buffers shorter than this cost more than a second copy
 MANY_ROWS = 1024
@@ -101,15 +101,12 @@ def _copy(copy: Copy, staging: memoryview, segment: memoryview) -> None:
     """Bring the elements of one copy from staging to its segment; a cast rounds as `Tensor.to` does."""
     import torch
 
-    source_dtype, dtype = torch.uint8, torch.uint8
-    if copy.casts:
-        source_dtype, dtype = getattr(torch, copy.source_dtype), getattr(torch, copy.dtype)
-    # Elements may start at any byte of a file; a bytearray is aligned for every dtype.
-    source = torch.frombuffer(bytearray(staging[copy.start : copy.start + copy.span]), dtype=source_dtype)
-    run, step = copy.run // source_dtype.itemsize, copy.target_pitch // dtype.itemsize
-    target = torch.frombuffer(segment, dtype=dtype, count=(copy.rows - 1) * step + run, offset=copy.target)
-    shape = (copy.rows, run)
-    target.as_strided(shape, (step, 1)).copy_(source.as_strided(shape, (copy.pitch // source_dtype.itemsize, 1)))
+    source = elements(copy, staging[copy.start : copy.start + copy.span])
+    rows, run = source.shape
+    dtype = getattr(torch, copy.dtype) if copy.casts else source.dtype
+    step = copy.target_pitch // dtype.itemsize
+    target = torch.frombuffer(segment, dtype=dtype, count=(rows - 1) * step + run, offset=copy.target)
+    target.as_strided((rows, run), (step, 1)).copy_(source)
 
 
 class _Staging:
