@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from daemons import Daemon, Manager, making
 
 import wcache
 
@@ -116,6 +118,31 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
             pytest.fail(f"left behind: {more}")
         gc.collect()
         time.sleep(0.02)
+
+
+# --- real daemons -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory with a short name: a socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="wc-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def manager(short_dir: Path) -> Iterator[Manager]:
+    """A notify socket with a fd store."""
+    manager = Manager(short_dir / "notify")
+    yield manager
+    manager.close()
+
+
+@pytest.fixture
+def make_daemon(short_dir: Path) -> Iterator[Callable[..., Daemon]]:
+    """Make (not start) daemons on one directory; all are ended after the test."""
+    with making(short_dir) as make:
+        yield make
 
 
 # --- no skips in CI ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -130,21 +129,6 @@ def spawn() -> Iterator[Callable[..., Child]]:
             return child
 
         yield start
-
-
-@pytest.fixture
-def short_dir() -> Iterator[Path]:
-    """A directory with a short name: a socket's path has at most 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="wc-") as name:
-        yield Path(name)
-
-
-@pytest.fixture
-def manager(short_dir: Path) -> Iterator[Manager]:
-    """What stands in for systemd's fd store: this process, which has no CUDA."""
-    manager = Manager(short_dir / "notify")
-    yield manager
-    manager.close()
 
 
 @pytest.fixture

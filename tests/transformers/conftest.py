@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tqdm
 import transformers
-from daemons import Daemon, making
+from daemons import Daemon
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _IN_OPEN, _IN_NONBLOCK = 0x20, 0x800
@@ -36,12 +36,6 @@ def short_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         yield Path(name)
-
-
-@pytest.fixture
-def make_daemon(short_dir: Path) -> Iterator[Callable[..., Daemon]]:
-    with making(short_dir) as make:
-        yield make
 
 
 @pytest.fixture
