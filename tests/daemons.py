@@ -247,8 +247,14 @@ def making(directory: Path) -> Iterator[Callable[..., Daemon]]:
 
 def _toml(key: str, value: object) -> str:
     if isinstance(value, dict):
-        return f"[{key}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in value.items())
-    return f"{key} = {json.dumps(value)}\n"
+        return f"[{key}]\n" + "".join(f"{k} = {_toml_value(v)}\n" for k, v in value.items())
+    return f"{key} = {_toml_value(value)}\n"
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
 
 
 # --- a minimal client -------------------------------------------------------------------------------------------------
