@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a few hundred bytes, good and bad, written byte by byte: no library that would refuse to."""
+"""Checkpoints of a few hundred bytes, good and bad, written byte by byte: no library that would refuse to.
+
+And a CUDA backend over a driver that is ordinary memory.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_cuda import FakeDriver, uuid
+
+from wcache.weights.segment_cuda import CudaBackend
 
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I64": 8}
 EMBED = ("model.embed_tokens.weight", "BF16", [16, 8], 1)
@@ -112,3 +118,15 @@ class Model:
 @pytest.fixture
 def model(tmp_path: Path) -> Model:
     return Model(tmp_path / "model")
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    """A driver whose GPUs are ordinary memory."""
+    return FakeDriver()
+
+
+@pytest.fixture
+def backend(driver: FakeDriver) -> CudaBackend:
+    """The CUDA backend on its first GPU."""
+    return CudaBackend(uuid(0), driver)

@@ -26,16 +26,6 @@ STEPS_OF_A_SEGMENT = ("create", "export", "reserve", "map", "allow", "fill", "sy
 STEPS_OF_A_MAPPING = ("reserve", "take_in", "location", "map", "allow")
 
 
-@pytest.fixture
-def driver() -> FakeDriver:
-    return FakeDriver()
-
-
-@pytest.fixture
-def backend(driver: FakeDriver) -> CudaBackend:
-    return CudaBackend(uuid(0), driver)
-
-
 def publish(backend: CudaBackend, *contents: bytes) -> list[OwnedFd]:
     """Sealed segments with these contents."""
     fds = []

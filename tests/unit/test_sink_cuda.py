@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import GRANULARITY, FakeDriver, read, uuid
+from fake_cuda import GRANULARITY, FakeDriver, read
 from safetensors.torch import save_file
 
 from wcache.errors import OutOfMemory, SegmentError
@@ -22,16 +22,6 @@ from wcache.weights.segment_host import HostBackend
 from wcache.weights.sharding import shard
 from wcache.weights.sink import CHUNK_BYTES, STAGING_BYTES, Chunk, Copy, open_sink
 from wcache.weights.sink_cuda import CudaSink
-
-
-@pytest.fixture
-def driver() -> FakeDriver:
-    return FakeDriver()
-
-
-@pytest.fixture
-def backend(driver: FakeDriver) -> CudaBackend:
-    return CudaBackend(uuid(0), driver)
 
 
 def put(sink: CudaSink, chunk: Chunk, data: bytes) -> None:
