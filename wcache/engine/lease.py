@@ -15,7 +15,7 @@ import os
 import select
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
 
 from wcache.errors import Miss, WcacheError
@@ -42,10 +42,7 @@ class LeaseState(StrEnum):
 
 
 class Lease:
-    """The right to a shard that `connection` was given. Thread-safe.
-
-    `on_change` is called from the keeper thread with each new state; it must return soon and not raise.
-    """
+    """The right to a shard that `connection` was given. Thread-safe."""
 
     def __init__(
         self,
@@ -56,7 +53,6 @@ class Lease:
         name: str,
         *,
         device: str | None = None,
-        on_change: Callable[[LeaseState], None] | None = None,
     ) -> None:
         self.fingerprint = fingerprint
         self.generation = generation
@@ -65,7 +61,6 @@ class Lease:
         self._name = name
         self._device = device
         self._path = connection.path
-        self._on_change = on_change
         self._connection: Connection | None = connection
         self._changed = threading.Condition()
         self._state = LeaseState.HELD
@@ -235,8 +230,6 @@ class Lease:
                 return
             self._state = state
             self._changed.notify_all()
-        if self._on_change is not None:
-            self._on_change(state)
 
     def _retire(self) -> None:
         with self._changed:

@@ -78,7 +78,7 @@ def begin(
         asked = PublishBegin(query=query, origin=origin, bytes_total=bytes_total, spec=spec, wait_s=wait_s)
         reply = connection.ask(asked, Message)
         if isinstance(reply, Granted):
-            return Publication(connection, reply.generation, query, origin, spec, name, device)
+            return Publication(connection, query, origin, spec, name, device)
         if not isinstance(reply, Resident):
             raise ProtocolError(f"PublishBegin was answered by {type(reply).__name__}")
     except BaseException:
@@ -94,14 +94,12 @@ class Publication:
     def __init__(
         self,
         connection: Connection,
-        generation: int,
         query: Query,
         origin: Origin,
         spec: str | None,
         name: str,
         device: str | None,
     ) -> None:
-        self.generation = generation
         self.query = query
         self._connection = connection
         self._origin = origin
