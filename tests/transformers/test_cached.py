@@ -56,6 +56,7 @@ class Everything(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)])
         self.scale = 1.0
         self.limits: list[Any] = []
+        self.compute = torch.float32
 
 
 def fill(module: Everything) -> None:
@@ -76,6 +77,8 @@ def fill(module: Everything) -> None:
     module.scale = float("nan")
     module.mode = "processed"  # type: ignore[assignment]
     module.limits = [1, [2.5, None], {"a": True}]
+    module.window = (3, [4, "five"], None)  # type: ignore[assignment]
+    module.compute = torch.float8_e5m2  # type: ignore[assignment]
     module.layers[0].eval()
 
 
@@ -103,6 +106,7 @@ def test_everything_a_module_can_hold_comes_back_exactly(daemon: Daemon, make: C
         equality.same(made, plain)
         assert torch.equal(made.helper.table, plain.helper.table)
         assert made.limits == plain.limits
+        assert (made.window, made.compute) == (plain.window, plain.compute)
         assert made.maybe is None
     assert warm.alias is warm.mask
     assert resident(daemon) == 1
@@ -210,10 +214,37 @@ def graph(module: nn.Module) -> None:
     module.half = module[0].weight / 2  # type: ignore[index, assignment]
 
 
+def hooked(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *called: called[2] * 2)
+
+
+def reclassed(module: nn.Module) -> None:
+    module[0].weight = Scaled(module[0].weight.data)  # type: ignore[index]
+
+
+def helped(module: Everything) -> None:
+    module.helper.steps = object()  # type: ignore[attr-defined]
+
+
+def shortened(module: nn.Module) -> None:
+    del module.note
+
+
+def noted() -> nn.Module:
+    module = linear()
+    module.note = [1]  # type: ignore[assignment]
+    return module
+
+
 @pytest.mark.parametrize(
     ("build", "load", "why"),
     [
         (Reads, None, "does not run on the meta device"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), lambda m: m(torch.ones(1, 2)), "no module that can be described"),
+        (linear, hooked, "loading changed _forward_hooks: hooks are not shared"),
+        (linear, reclassed, "loading made 0.weight a"),
+        (Everything, helped, "the attribute helper keeps a"),
+        (noted, shortened, "took the attribute note away"),
         (linear, quantize, "replaced or added module 0"),
         (linear, sparse, "torch.sparse_coo, not strided"),
         (linear, wrapper, "tensor subclass with state of its own"),
@@ -227,6 +258,27 @@ def test_what_cannot_come_back_exactly_is_refused_and_still_made(
         assert isinstance(make(build, load=load), nn.Module)
     assert why in caplog.text
     assert resident(daemon) == 0
+
+
+def test_modules_of_torch_with_state_in_odd_places_come_back(make: Callable[..., Any]) -> None:
+    def build() -> nn.Module:
+        odd = nn.ModuleList([nn.LSTM(3, 4, 2), nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))])
+        return odd.extend([nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), nn.MultiheadAttention(8, 2)])
+
+    def load(module: nn.Module) -> None:
+        with torch.no_grad():
+            for i, tensor in enumerate([*module.parameters(), *module.buffers()]):
+                tensor.copy_(torch.linspace(-1, 1, tensor.numel()).view(tensor.shape) + i)
+
+    plain = build().eval()
+    load(plain)
+    for action in (load, must_not_run):
+        made = make(build, load=action).eval()
+        for tensor, theirs in zip(made.state_dict().items(), plain.state_dict().items(), strict=True):
+            equality.same_tensor(tensor[1], theirs[1], tensor[0])
+        x = torch.ones(1, 2, 3)
+        assert torch.equal(made[0](x)[0], plain[0](x)[0])
+        assert all(torch.equal(a(x), b(x)) for a, b in zip(made[1:3], plain[1:3], strict=True))
 
 
 def test_an_attribute_without_a_canonical_form_is_refused(

@@ -64,6 +64,49 @@ def test_every_tensor_is_what_transformers_loads(
         assert tokens[0] == tokens[1] == tokens[2]
 
 
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+ODD: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
+    "infinity in the configuration": (
+        "Mamba2Config",
+        {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 8,
+         "n_groups": 1},
+        "Mamba2ForCausalLM", torch.float32,
+    ),
+    "parametrized modules": (
+        "Wav2Vec2Config",
+        {**VISION, "vocab_size": 32, "conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3),
+         "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2},
+        "Wav2Vec2ForCTC", torch.float32,
+    ),
+    "models in models": (
+        "LlavaConfig",
+        {"text_config": {"model_type": "llama", **tiny.SIZES}, "image_token_id": 5,
+         "vision_config": {"model_type": "clip_vision_model", **VISION, "image_size": 16, "patch_size": 8}},
+        "LlavaForConditionalGeneration", torch.bfloat16,
+    ),
+    "latent attention, shared experts": (
+        "DeepseekV3Config",
+        {**tiny.SIZES, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+         "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+         "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+        "DeepseekV3ForCausalLM", torch.bfloat16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_kinds_of_models_come_back(
+    short_dir: Path, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(tiny.MODELS, name, ODD[name])
+    directory = tiny.save(name, short_dir / "model")
+    chosen = getattr(transformers, ODD[name][2])
+    plain = chosen.from_pretrained(directory)
+    for model in twice(load, directory, auto_class=chosen):
+        equality.same(model, plain)
+        assert list(model.state_dict()) == list(plain.state_dict())
+
+
 @pytest.mark.parametrize(
     "options",
     [

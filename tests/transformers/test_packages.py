@@ -196,7 +196,7 @@ def test_what_a_quantizer_hides_where_nobody_looks_is_refused() -> None:
     linear = nn.Linear(64, 64)
     ao.quantize_(linear, ao.Int8WeightOnlyConfig())
     linear.weight.act_quant_kwargs = object()
-    with pytest.raises(PublishError, match=r"keeps a builtins\.object, which has no plain form"):
+    with pytest.raises(PublishError, match=r"weight keeps a builtins\.object, which has no plain form"):
         parts.apart("weight", linear.weight, linear)
 
 

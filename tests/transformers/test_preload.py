@@ -71,10 +71,7 @@ def test_a_restarted_rank_takes_its_model_back_without_a_loader(
     [
         ({"parallel": {"pp_size": 2}}, "by tensor parallelism only"),
         ({"engine_args": {"tp_plan": "auto"}}, "engine_args.tp_plan is decided by parallel.tp_size"),
-        (
-            {"engine_args": {"device_map": {"": "cpu", "lm_head": "meta"}}},
-            "engine_args.device_map is decided by devices",
-        ),
+        ({"engine_args": {"device_map": "auto"}}, "engine_args.device_map is decided by devices"),
         ({"engine_args": {"dtype": "float32"}}, "engine_args.dtype is decided by dtype"),
         ({"engine_args": {"auto_class": "AutoModelForNothing"}}, "AutoModelForNothing"),
         ({"engine_args": {"auto_class": "AutoModelForSequenceClassification"}}, "Transformers made them up"),

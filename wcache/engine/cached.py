@@ -28,7 +28,7 @@ from wcache.engine.restore import restore
 from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import dtype_name, tensors_of
 from wcache.engine.training import frozen, guard
-from wcache.errors import Miss, PublishError, StructureError, WcacheError
+from wcache.errors import Miss, PublishError, StructureError
 from wcache.model import MissReason, Mode
 from wcache.protocol.messages import Query
 from wcache.weights.fingerprint import LayoutKey, canonical_json, digest
@@ -109,10 +109,11 @@ class _Cached:
             if isinstance(found, Attachment):
                 return _bind(module, before, found)
             say_missed(found)
-        except (Miss, StructureError) as e:
+        except Exception as e:  # whatever a module nobody has seen makes of us, it can still be made
             if not fallback:
                 raise
-            say_missed(e if isinstance(e, Miss) else Miss(MissReason.STRUCTURE, str(e)))
+            log.debug("asking the cache failed", exc_info=True)
+            say_missed(e if isinstance(e, Miss) else Miss(MissReason.STRUCTURE, f"{type(e).__name__}: {e}"))
         return self._make(publication, before)
 
     def _skeleton(self) -> tuple[Any, Skeleton]:
@@ -122,7 +123,11 @@ class _Cached:
         except Exception as e:
             why = f"the factory does not run on the meta device: {type(e).__name__}: {e}"
             raise Miss(MissReason.UNSUPPORTED, why, hint="what reads or computes values belongs into load=") from e
-        return module, snapshot.skeleton(module)
+        try:
+            return module, snapshot.skeleton(module)
+        except Exception as e:
+            why = f"{type(module).__name__} is no module that can be described: {type(e).__name__}: {e}"
+            raise Miss(MissReason.UNSUPPORTED, why) from e
 
     def _name(self) -> str:
         return self.key if isinstance(self.key, str) else canonical_json(self.key)
@@ -141,8 +146,8 @@ class _Cached:
         if publication is not None and before is not None:
             try:
                 self._publish(publication, module, before)
-            except WcacheError as e:  # costs the next start, not this one
-                publication.abort(str(e))
+            except Exception as e:  # noqa: BLE001 - costs the next start, not this one, whatever the module is made of
+                publication.abort(f"{type(e).__name__}: {e}")
                 log.warning("this start was not published: %s", e)
         return module
 

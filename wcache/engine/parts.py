@@ -4,28 +4,24 @@
 Runs in engines. Three kinds: wrapper subclasses that name their inner tensors by torch's own protocol (torchao),
 parameters that keep tensors and values in attributes (bitsandbytes), and torch's DTensor, whose placement the skeleton
 has already. Whatever is taken apart is put together once and compared before it is published; what does not come back
-equal is refused. Types are only ever looked up in packages that are named here.
+equal is refused.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from wcache.engine import values
 from wcache.engine.state import PLAIN
-from wcache.engine.tensors import dtype_name, dtype_of
+from wcache.engine.values import type_name
 from wcache.errors import PublishError, StructureError
 
-_PACKAGES = ("torchao", "bitsandbytes")  # whose tensors are nothing but their tensors and plain values
-_OBJECTS = ("bitsandbytes.functional:QuantState",)  # besides enums, dataclasses and named tuples
 OWN = ""  # the part that is the parameter itself
 
 
@@ -52,7 +48,7 @@ def apart(name: str, parameter: torch.Tensor, owner: nn.Module) -> Parts | None:
     hidden = [k for k, v in vars(parameter).items() if not isinstance(v, PLAIN) and not k.startswith("__")]
     if not dispatches and (not hidden or kind in (torch.Tensor, nn.Parameter)):
         return None
-    if not _known(kind):
+    if not values.is_known(kind):
         if dispatches:
             raise PublishError(f"{name} is a {type_name(kind)}, a tensor subclass with state of its own")
         raise PublishError(f"{name} is a {type_name(kind)}, which keeps {hidden[0]} beside its bytes")
@@ -90,9 +86,9 @@ def together(
     """The parameter of `owner` whose parts these are; `old`: what the skeleton has there. Raises StructureError."""
     if "placement" in how:
         return _dtensor(how["placement"], tensors["local"], old, grad=grad)
-    kind: Any = _type(how["type"])
+    kind: Any = values.type_of(how["type"])
     made: Any
-    state: dict[str, Any] = _decoded(how["state"], tensors, owner)
+    state: dict[str, Any] = values.decode(how["state"], tensors, owner)
     if "wrapper" in how:
         size, stride = how["wrapper"]
         inner = {part: tensors[part] for part in how["inner"]}
@@ -105,83 +101,33 @@ def together(
     return made  # type: ignore[no-any-return]
 
 
-def type_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 # --- taking apart -----------------------------------------------------------------------------------------------------
-
-
-def _known(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _PACKAGES
 
 
 def _taken(name: str, parameter: Any, owner: nn.Module) -> Parts:
     kind = type(parameter)
-    how: dict[str, Any] = {"type": _reference(kind)}
+    how: dict[str, Any] = {"type": values.reference(kind)}
     if is_traceable_wrapper_subclass(parameter):
         inner, context = parameter.__tensor_flatten__()
         tensors = {part: _plain(f"{name}:{part}", getattr(parameter, part)) for part in inner}
-        state = _Encoder(name, owner, {}).encode(context, "")
+        state = values.encode(context, name, owner=owner)
         return Parts(tensors, how | {
             "wrapper": [list(parameter.shape), list(parameter.stride())], "inner": list(inner), "state": state,
         })  # fmt: skip
-    encoder = _Encoder(name, owner, {OWN: parameter})
-    how["state"] = encoder.encode(dict(vars(parameter)), "")
+    own: dict[str, Any] = {OWN: parameter}
+    how["state"] = values.encode(dict(vars(parameter)), name, owner=owner, tensors=own)
+    for part, value in own.items():
+        if part != OWN:
+            _plain(f"{name}:{part}", value)
     objects = {id(v): k for k, v in vars(parameter).items() if not isinstance(v, (*PLAIN, torch.dtype, nn.Module))}
     how["also"] = {a: objects[id(v)] for a, v in vars(owner).items() if id(v) in objects}
-    return Parts(encoder.tensors, how)
+    return Parts(own, how)
 
 
 def _plain(name: str, value: Any) -> torch.Tensor:
     if type(value) not in (torch.Tensor, nn.Parameter):
         raise PublishError(f"{name} is a {type_name(type(value))}: parts of parts are not shared")
     return value  # type: ignore[no-any-return]
-
-
-@dataclass(slots=True)
-class _Encoder:
-    """Values of a parameter as plain ones; tensors among them become parts."""
-
-    name: str
-    owner: nn.Module
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def encode(self, value: Any, at: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            self.tensors[at] = _plain(f"{self.name}:{at}", value)
-            return {"tensor": at}
-        if type(value) in PLAIN:
-            return value
-        if isinstance(value, torch.dtype):
-            return {"dtype": dtype_name(value)}
-        if isinstance(value, enum.Enum) and _known(type(value)):
-            return {"enum": _reference(type(value)), "name": value.name}
-        if type(value) in (list, tuple, torch.Size):
-            return {type(value).__name__: [self.encode(v, self._below(at, i)) for i, v in enumerate(value)]}
-        if type(value) is dict and all(type(k) is str for k in value):
-            return {"dict": {k: self.encode(v, self._below(at, k)) for k, v in value.items()}}
-        if value is self.owner:
-            return {"owner": True}
-        return self._object(value, at)
-
-    def _object(self, value: Any, at: str) -> Any:
-        kind = type(value)
-        if isinstance(value, tuple) and hasattr(value, "_fields") and _known(kind):
-            items = [self.encode(v, self._below(at, k)) for k, v in zip(value._fields, value, strict=True)]
-            return {"named": _reference(kind), "items": items}
-        if _is_object(kind) and hasattr(value, "__dict__"):
-            fields = {k: self.encode(v, self._below(at, k)) for k, v in vars(value).items()}
-            return {"object": _reference(kind), "fields": fields}
-        raise PublishError(f"{self.name} keeps a {type_name(kind)}, which has no plain form")
-
-    @staticmethod
-    def _below(at: str, key: object) -> str:
-        return f"{at}:{key}" if at else str(key)
-
-
-def _is_object(kind: type) -> bool:
-    return _known(kind) and (dataclasses.is_dataclass(kind) or _reference(kind) in _OBJECTS)
 
 
 def _prove(name: str, parameter: torch.Tensor, owner: nn.Module, found: Parts) -> None:
@@ -211,58 +157,6 @@ def _alike(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 
 
 # --- putting together -------------------------------------------------------------------------------------------------
-
-
-def _reference(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _type(reference: str) -> type:
-    module, _, path = reference.partition(":")
-    if module.partition(".")[0] not in _PACKAGES:
-        raise StructureError(f"a shard names the type {reference}, which is none of {', '.join(_PACKAGES)}")
-    try:
-        found: Any = importlib.import_module(module)
-        for leaf in path.split("."):
-            found = getattr(found, leaf)
-    except (ImportError, AttributeError) as e:
-        raise StructureError(f"a shard names the type {reference}: {e}") from e
-    if not isinstance(found, type):
-        raise StructureError(f"a shard names the type {reference}, which is none")
-    return found
-
-
-def _decoded(value: Any, tensors: Mapping[str, torch.Tensor], owner: nn.Module) -> Any:
-    def decode(v: Any) -> Any:
-        return _decoded(v, tensors, owner)
-
-    match value:
-        case {"tensor": part}:
-            return tensors[part]
-        case {"dtype": name}:
-            return dtype_of(name)
-        case {"enum": reference, "name": name}:
-            return _type(reference)[name]  # type: ignore[index]
-        case {"list": items}:
-            return [decode(v) for v in items]
-        case {"tuple": items}:
-            return tuple(decode(v) for v in items)
-        case {"Size": items}:
-            return torch.Size(items)
-        case {"dict": items}:
-            return {k: decode(v) for k, v in items.items()}
-        case {"owner": True}:
-            return owner
-        case {"named": reference, "items": items}:
-            return _type(reference)(*(decode(v) for v in items))
-        case {"object": reference, "fields": fields}:
-            kind = _type(reference)
-            if not _is_object(kind):
-                raise StructureError(f"a shard names the type {reference}, which is no value")
-            made: Any = object.__new__(kind)
-            made.__dict__.update({k: decode(v) for k, v in fields.items()})
-            return made
-    return value
 
 
 def _dtensor(said: Mapping[str, Any], local: torch.Tensor, old: Any, *, grad: bool) -> nn.Parameter:

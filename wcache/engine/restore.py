@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from wcache.engine import parts, state
-from wcache.engine.snapshot import BARE, GONE, GRAD, NONE, PARTS, TENSOR_TYPES, Skeleton, holds
+from wcache.engine import parts, state, values
+from wcache.engine.snapshot import BARE, GONE, GRAD, NONE, PARTS, TENSOR_TYPES, VALUES, Skeleton, holds
 from wcache.engine.state import Holds, Spot
 from wcache.errors import StructureError
 from wcache.model import Kind
@@ -37,9 +37,11 @@ def restore(
     grad = set(manifest.extra.get(GRAD, ()))
     composed = manifest.extra.get(PARTS, {})
     made = {name: _put_together(modules, name, said, tensors, name in grad) for name, said in composed.items()}
+    carried = {path: values.decode(v) for path, v in manifest.extra.get(VALUES, {}).items()}
 
     def put() -> None:
         _put(model, manifest, tensors, modules, places, made)
+        _set_values(modules, carried)
 
     return put
 
@@ -106,7 +108,7 @@ def _parameter(
     old = modules[prefix]._parameters.get(leaf)
     made = nn.Parameter(tensor, requires_grad=grad)
     if old is not None:
-        if name in types and parts.type_name(type(old)) == types[name]:
+        if name in types and values.type_name(type(old)) == types[name]:
             made.__class__ = type(old)
         made.__dict__.update(vars(old))
     return made
@@ -163,8 +165,8 @@ def _hang(modules: Mapping[str, Any], places: Mapping[str, Spot], path: str, ten
         setattr(owner, leaf, tensor)
 
 
-def _set_values(modules: Mapping[str, nn.Module], values: Mapping[str, Any]) -> None:
-    for path, value in values.items():
+def _set_values(modules: Mapping[str, nn.Module], found: Mapping[str, Any]) -> None:
+    for path, value in found.items():
         where, _, attribute = path.rpartition("@") if "@" in path else path.rpartition(".")
         prefix, _, leaf = where.rpartition(".")
         owner = getattr(modules.get(prefix), leaf, None) if "@" in path else modules.get(where)

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from wcache.engine import parts, state
+from wcache.engine import parts, state, values
 from wcache.engine.entries import Entry
 from wcache.engine.parts import Parts
 from wcache.engine.state import Holds, Spot
 from wcache.engine.tensors import dtype_name
-from wcache.errors import PublishError
+from wcache.errors import PublishError, StructureError
 from wcache.model import Kind
 from wcache.weights.fingerprint import digest
 
 _NO_STATE = ("torch.", "builtins.", "collections.", "numpy.", "threading.", "logging.", "functools.", "types.")
 # Keys of what a manifest carries besides tensors and attributes.
 GRAD, BARE, GONE, NONE, TENSOR_TYPES = "requires_grad", "bare", "gone", "none", "parameter_types"
-PARTS = "parts"  # how parameters are put together that are not one tensor each
+PARTS, VALUES = "parts", "values"  # how parameters of several tensors go together; values that are more than plain
 
 
 def holds(value: Any) -> bool:
@@ -44,10 +44,16 @@ class Skeleton:
     names: frozenset[str]
     values: dict[str, Any]
     types: dict[str, str]
+    parameters: dict[str, str]  # their types
+    marks: dict[str, str]
     paths: frozenset[str]  # of helper objects and containers that may hold bare tensors
 
 
 def skeleton(model: nn.Module, holds: Holds = holds) -> Skeleton:
+    """Raises StructureError for modules whose tensors nobody can exchange."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StructureError(f"{name or 'the module'} is a {type(module).__name__}, compiled and closed")
     named = list(state.registered(model))
     tensors = [[n, str(k), dtype_name(t.dtype), list(t.shape), list(t.stride()), *_placed(t)] for n, k, t in named]
     types = _types(model)
@@ -56,6 +62,8 @@ def skeleton(model: nn.Module, holds: Holds = holds) -> Skeleton:
         frozenset(name for name, _, _ in named),
         state.plain_values(model, but=frozenset()),
         types,
+        _parameter_types(named),
+        values.marks(model, holds),
         frozenset(s.path for s in state.places(model, holds) if not isinstance(s.tensor, torch.Tensor)),
     )
 
@@ -69,6 +77,10 @@ def _types(model: nn.Module) -> dict[str, str]:
     return {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in modules}
 
 
+def _parameter_types(named: list[tuple[str, Kind, torch.Tensor]]) -> dict[str, str]:
+    return {n: values.type_name(type(t)) for n, k, t in named if k is Kind.PARAMETER and type(t) is not nn.Parameter}
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What is published of a loaded module: tensors, plain values that loading set, and how to put them back."""
@@ -79,36 +91,41 @@ class Taken:
 
 
 def take(
-    model: nn.Module, before: Skeleton, holds: Holds = holds, *, declared: Collection[str] = (), skip_meta: bool = False
+    model: nn.Module,
+    before: Skeleton,
+    holds: Holds = holds,
+    *,
+    declared: Collection[str] = (),
+    known: Collection[str] = (),
+    skip_meta: bool = False,
 ) -> Taken:
     """Everything that tells a loaded module from its skeleton. Raises PublishError for what could not be put back.
 
-    `declared`: paths of attributes that must be carried, plain values of any depth. `skip_meta`: bare tensors that
-    the engine itself leaves on the meta device are left out.
+    `declared`: paths of attributes that must be carried, plain values of any depth. `known`: paths that the caller puts
+    back itself. `skip_meta`: bare tensors that the engine itself leaves on the meta device are left out.
     """
     named = list(state.registered(model))
     spots = [s for s in state.bare(model, holds, aliases=True) if not (skip_meta and s.tensor.is_meta)]
     split = _split(model, named)
     along = _come_along(spots, split)
     spots = [s for s in spots if s.path not in along]
-    _check_rebuildable(model, before, named, spots)
+    _check_rebuildable(model, before, named, spots, split)
     together: dict[str, Any] = {}
     entries = list(_in_parts(state.grouped(_everything(named, spots)), split, together))
-    values = state.changed(before.values, state.plain_values(model, but=frozenset()))
-    values = {path: v for path, v in values.items() if _is_plain(path, v, within=together)}
-    values |= {path: _declared(model, path) for path in declared if path not in {s.path for s in spots}}
+    plain = state.changed(before.values, state.plain_values(model, but=frozenset()))
+    plain = {path: v for path, v in plain.items() if _is_plain(path, v, within=together)}
+    plain |= {path: _declared(model, path) for path in declared if path not in {s.path for s in spots}}
     now = {name for name, _, _ in named}
     extra = {
         GRAD: sorted(n for n, k, t in named if k is Kind.PARAMETER and t.requires_grad),
         BARE: sorted(s.path for s in spots),
         GONE: sorted(before.names - now),
         NONE: sorted(n for n in before.names - now if _is_none(model, n)),
-        TENSOR_TYPES: {
-            n: parts.type_name(type(t)) for n, k, t in named if k is Kind.PARAMETER and type(t) is not nn.Parameter
-        },
+        TENSOR_TYPES: _parameter_types(named),
         PARTS: together,
+        VALUES: _changed(model, before, holds, {*declared, *known, *_shared(split)}),
     }
-    return Taken(entries, values, extra)
+    return Taken(entries, plain, extra)
 
 
 def _is_plain(path: str, value: Any, within: Collection[str]) -> bool:
@@ -117,7 +134,7 @@ def _is_plain(path: str, value: Any, within: Collection[str]) -> bool:
         return True
     if path.partition("@")[0] in within:
         return False
-    raise PublishError(f"{path} is a {parts.type_name(type(value))}, which would come back as plain text or number")
+    raise PublishError(f"{path} is a {values.type_name(type(value))}, which would come back as plain text or number")
 
 
 def _split(model: nn.Module, named: list[tuple[str, Kind, torch.Tensor]]) -> dict[int, tuple[str, Parts]]:
@@ -133,8 +150,31 @@ def _split(model: nn.Module, named: list[tuple[str, Kind, torch.Tensor]]) -> dic
 
 def _come_along(spots: list[Spot], split: Mapping[int, tuple[str, Parts]]) -> set[str]:
     """Bare tensors that belong to an object which a module shares with its parameter: that one brings them."""
-    shared = {state.join(n.rpartition(".")[0], a) for n, found in split.values() for a in found.how.get("also", ())}
+    shared = _shared(split)
     return {s.path for s in spots if any(above in shared for above in _above(s.path))}
+
+
+def _shared(split: Mapping[int, tuple[str, Parts]]) -> set[str]:
+    return {state.join(n.rpartition(".")[0], a) for n, found in split.values() for a in found.how.get("also", ())}
+
+
+def _changed(model: nn.Module, before: Skeleton, holds: Holds, known: Collection[str]) -> dict[str, Any]:
+    """Attributes beyond plain values that loading set. Raises PublishError for what cannot be carried."""
+    found: dict[str, Any] = {}
+    after = values.marks(model, holds)
+    for path in sorted(after.keys() | before.marks.keys()):
+        if path in known or after.get(path) == before.marks.get(path):
+            continue
+        where, _, leaf = path.rpartition(".")
+        if path not in after:
+            if leaf in vars(model.get_submodule(where)):
+                continue  # a plain value now
+            raise PublishError(f"loading took the attribute {path} away")
+        if after[path].endswith(" hooks"):
+            raise PublishError(f"loading changed {path}: hooks are not shared; register them when the module is made")
+        value = vars(model.get_submodule(where))[leaf]
+        found[path] = values.encode(value, f"the attribute {path}")
+    return found
 
 
 def _above(path: str) -> Iterator[str]:
@@ -160,7 +200,8 @@ def _in_parts(entries: list[Entry], split: Mapping[int, tuple[str, Parts]], into
 def _is_none(model: nn.Module, name: str) -> bool:
     """Whether the module still declares the name, without a tensor."""
     prefix, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(prefix), leaf, model) is None
+    owner = model.get_submodule(prefix)
+    return leaf in owner._parameters or leaf in owner._buffers
 
 
 def _everything(named: list[tuple[str, Kind, torch.Tensor]], spots: list[Spot]) -> Iterator[Any]:
@@ -169,16 +210,23 @@ def _everything(named: list[tuple[str, Kind, torch.Tensor]], spots: list[Spot]) 
 
 
 def _check_rebuildable(
-    model: nn.Module, before: Skeleton, named: list[tuple[str, Kind, torch.Tensor]], spots: list[Spot]
+    model: nn.Module,
+    before: Skeleton,
+    named: list[tuple[str, Kind, torch.Tensor]],
+    spots: list[Spot],
+    split: Collection[int],
 ) -> None:
     after = _types(model)
     replaced = sorted(n for n in before.types.keys() | after.keys() if before.types.get(n) != after.get(n))
     if replaced:
         raise PublishError(f"loading replaced or added module {replaced[0] or '<root>'}: it must be built that way")
     names = {name for name, _, _ in named}
+    for name, kind in _parameter_types(named).items():
+        if before.parameters.get(name) != kind and id(model.get_parameter(name)) not in split:
+            raise PublishError(f"loading made {name} a {kind}: it must be built that way")
     for name, kind, tensor in (*named, *((s.path, Kind.ATTRIBUTE, s.tensor) for s in spots)):
         if kind is not Kind.PARAMETER and parts.apart(name, tensor, model) is not None:
-            raise PublishError(f"{name} is a {parts.type_name(type(tensor))} in a place of its own")
+            raise PublishError(f"{name} is a {values.type_name(type(tensor))} in a place of its own")
     for spot in spots:
         if spot.path in names:
             raise PublishError(f"{spot.path}: two tensors would go by this name")

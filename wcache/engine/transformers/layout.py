@@ -9,6 +9,7 @@ skeleton, `structure` (digest of every module, name, shape and dtype) tells. Cal
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -80,7 +81,9 @@ def layout_key(
 
 
 def _settings(config: Any) -> Any:
-    """A configuration, with those inside it, without what decides no tensor."""
+    """A configuration, with those inside it, without what decides no tensor; infinities have no form in JSON."""
+    if isinstance(config, float) and not math.isfinite(config):
+        return str(config)
     if isinstance(config, dict):
         return {k: _settings(v) for k, v in config.items() if k not in _NO_LAYOUT}
     return [_settings(v) for v in config] if isinstance(config, list) else config

@@ -248,7 +248,7 @@ class Load:
             raise PublishError("loading changed the model's configuration: the next start would have another one")
         if not self._request.unchanged():
             raise PublishError(f"{self._request.survey.directory} changed while it was being loaded")
-        taken = snapshot.take(model, self._before, skip_meta=True)
+        taken = snapshot.take(model, self._before, known=("_weight_conversions",), skip_meta=True)
         with frozen(model):
             held = publication.write(
                 taken.entries,

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What modules and parameters keep besides tensors: as plain values that can be published, and as marks to compare by.
+
+Runs in engines. `encode` and `decode` carry values of any depth exactly (a tuple stays a tuple, a dtype a dtype); types
+are only looked up in packages that are named here. `marks` says of every attribute of a module what it looks like, down
+to objects that nobody can carry, so that a change which loading made is carried or refused, never lost in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from wcache.engine.state import MAX_DEPTH, OWN, PLAIN, Holds, join
+from wcache.engine.tensors import dtype_name, dtype_of
+from wcache.errors import PublishError, StructureError
+
+_PACKAGES = ("torchao", "bitsandbytes")  # whose types are nothing but their tensors and plain values
+_OBJECTS = ("bitsandbytes.functional:QuantState",)  # besides enums, dataclasses and named tuples
+_UNSEEN = ("extra_repr",)  # what only print() shows
+
+
+def type_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_known(kind: type) -> bool:
+    """Whether the type may be named in a manifest."""
+    return kind.__module__.partition(".")[0] in _PACKAGES
+
+
+def reference(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def type_of(name: str) -> type:
+    """The type that a manifest names. Raises StructureError."""
+    module, _, path = name.partition(":")
+    if module.partition(".")[0] not in _PACKAGES:
+        raise StructureError(f"a shard names the type {name}, which is of none of {', '.join(_PACKAGES)}")
+    try:
+        found: Any = importlib.import_module(module)
+        for leaf in path.split("."):
+            found = getattr(found, leaf)
+    except (ImportError, AttributeError) as e:
+        raise StructureError(f"a shard names the type {name}: {e}") from e
+    if not isinstance(found, type):
+        raise StructureError(f"a shard names the type {name}, which is none")
+    return found
+
+
+# --- coding -----------------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any, name: str, *, owner: nn.Module | None = None, tensors: dict[str, Any] | None = None) -> Any:
+    """The value in plain form; tensors in it go to `tensors`, by place. Raises PublishError naming what has no form.
+
+    `owner`: a module that the value may refer to.
+    """
+    return _encode(value, name, owner, tensors, "")
+
+
+def _encode(value: Any, name: str, owner: nn.Module | None, tensors: dict[str, Any] | None, at: str) -> Any:
+    def inside(item: Any, key: object) -> Any:
+        return _encode(item, name, owner, tensors, f"{at}:{key}" if at else str(key))
+
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if isinstance(value, torch.Tensor) and tensors is not None:
+        tensors[at] = value
+        return {"tensor": at}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, enum.Enum) and is_known(kind):
+        return {"enum": reference(kind), "name": value.name}
+    if kind in (list, tuple, torch.Size):
+        return {kind.__name__: [inside(v, i) for i, v in enumerate(value)]}
+    if kind is dict and all(type(k) is str for k in value):
+        return {"dict": {k: inside(v, k) for k, v in value.items()}}
+    if value is owner and owner is not None:
+        return {"owner": True}
+    if isinstance(value, tuple) and hasattr(value, "_fields") and is_known(kind):
+        return {"named": reference(kind), "items": [inside(v, k) for k, v in zip(value._fields, value, strict=True)]}
+    if _is_object(kind) and hasattr(value, "__dict__"):
+        return {"object": reference(kind), "fields": {k: inside(v, k) for k, v in vars(value).items()}}
+    raise PublishError(f"{name} keeps a {type_name(kind)}, which has no plain form")
+
+
+def _is_object(kind: type) -> bool:
+    return is_known(kind) and (dataclasses.is_dataclass(kind) or reference(kind) in _OBJECTS)
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None, owner: nn.Module | None = None) -> Any:
+    """What `encode` was given. Raises StructureError, KeyError, TypeError for what it never made."""
+
+    def inside(item: Any) -> Any:
+        return decode(item, tensors, owner)
+
+    match value:
+        case {"tensor": place}:
+            return (tensors or {})[place]
+        case {"dtype": name}:
+            return dtype_of(name)
+        case {"enum": kind, "name": name}:
+            return type_of(kind)[name]  # type: ignore[index]
+        case {"list": items}:
+            return [inside(v) for v in items]
+        case {"tuple": items}:
+            return tuple(inside(v) for v in items)
+        case {"Size": items}:
+            return torch.Size(items)
+        case {"dict": items}:
+            return {k: inside(v) for k, v in items.items()}
+        case {"owner": True}:
+            return owner
+        case {"named": kind, "items": items}:
+            return type_of(kind)(*(inside(v) for v in items))
+        case {"object": kind, "fields": fields}:
+            found = type_of(kind)
+            if not _is_object(found):
+                raise StructureError(f"a shard names the type {kind}, which is no value")
+            made: Any = object.__new__(found)
+            made.__dict__.update({k: inside(v) for k, v in fields.items()})
+            return made
+    return value
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+
+def marks(model: nn.Module, holds: Holds) -> dict[str, str]:
+    """What each attribute looks like that is neither a plain value nor a tensor nor a module, by path."""
+    found: dict[str, str] = {}
+    known: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in OWN or key in _UNSEEN or type(value) in PLAIN or isinstance(value, torch.Tensor | nn.Module):
+                continue
+            if id(value) not in known:
+                known[id(value)] = f"{len(value)} hooks" if _is_hooks(key, value) else _mark(value, holds, 0)
+            found[join(name, key)] = known[id(value)]
+    return found
+
+
+def _is_hooks(key: str, value: Any) -> bool:
+    return "hooks" in key and isinstance(value, dict)
+
+
+def _mark(value: Any, holds: Holds, depth: int) -> str:
+    kind = type(value)
+    if isinstance(value, nn.Module):
+        return "module"
+    if isinstance(value, (*PLAIN, torch.dtype, torch.device, enum.Enum)):
+        return f"{kind.__name__} {value!r}"
+    if depth > MAX_DEPTH:
+        return type_name(kind)
+    if isinstance(value, dict):
+        inside = [f"{k!r}: {_mark(v, holds, depth + 1)}" for k, v in _rest(value.items())]
+    elif isinstance(value, list | tuple):
+        inside = [_mark(v, holds, depth + 1) for _, v in _rest(enumerate(value))]
+    elif isinstance(value, set | frozenset):
+        inside = sorted(_mark(v, holds, depth + 1) for v in value)
+    elif hasattr(value, "__qualname__"):
+        return f"{kind.__name__} {value.__module__}.{value.__qualname__}"
+    elif hasattr(value, "__dict__") and holds(value):
+        inside = [f"{k}: {_mark(v, holds, depth + 1)}" for k, v in _rest(vars(value).items())]
+    else:
+        return type_name(kind)
+    return f"{type_name(kind)}({', '.join(inside)})"
+
+
+def _rest(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Without tensors, which are carried on their own wherever they hang."""
+    return [(k, v) for k, v in items if not isinstance(v, torch.Tensor)]
