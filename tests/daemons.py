@@ -319,10 +319,14 @@ def commit(connection: Connection, manifest: Manifest, fds: list[OwnedFd]) -> Co
         close_all(fds)
 
 
-def publish(connection: Connection, asked: Query, *, origin: Origin = Origin.ENGINE, **how: object) -> Committed:
+def publish(
+    connection: Connection, asked: Query, *, origin: Origin = Origin.ENGINE, wait_s: float = 0.0, **how: object
+) -> Committed:
+    """Publish anew; `wait_s`: for another writer."""
     manifest, fds = make(asked, origin=origin, **how)  # type: ignore[arg-type]
     try:
-        begin = PublishBegin(query=asked, origin=origin, bytes_total=manifest.segment_bytes, spec=manifest.spec)
+        size = manifest.segment_bytes
+        begin = PublishBegin(query=asked, origin=origin, bytes_total=size, spec=manifest.spec, wait_s=wait_s)
         connection.ask(begin, Granted)
         return commit(connection, manifest, fds)
     finally:

@@ -258,7 +258,7 @@ def test_a_writer_killed_half_way_leaves_nothing_behind(daemon: Daemon, manager:
     os.kill(child, 9)
     os.waitpid(child, 0)
     with daemon.connect(role="engine") as connection:
-        daemons.publish(connection, daemons.query())
+        daemons.publish(connection, daemons.query(), wait_s=20.0)
     assert len(daemon.status().shards) == 1
     assert sum(name.startswith("manifest") for name in manager.names()) == 1
 
