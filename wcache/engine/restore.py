@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from wcache.engine import parts, state, values
-from wcache.engine.snapshot import BARE, GONE, GRAD, NONE, PARTS, TENSOR_TYPES, VALUES, Skeleton, holds
-from wcache.engine.state import Holds, Spot
+from wcache.engine.snapshot import BARE, GONE, GRAD, NONE, PARTS, TENSOR_TYPES, VALUES, Skeleton
+from wcache.engine.state import Spot
 from wcache.errors import StructureError
 from wcache.model import Kind
 from wcache.weights.manifest import Manifest
@@ -24,23 +24,23 @@ _SHOWN = 5  # differences that a message names; the error carries all of them
 
 
 def restore(
-    model: nn.Module, before: Skeleton, manifest: Manifest, tensors: Mapping[str, torch.Tensor], holds: Holds = holds
+    model: nn.Module, before: Skeleton, manifest: Manifest, tensors: Mapping[str, torch.Tensor]
 ) -> Callable[[], None]:
     """Check what was taken against an equal skeleton; the result, called, puts it there. Raises StructureError.
 
+    `before`: what `skeleton` said of this very module.
     Parameters stand on `tensors` with the class and attributes that the skeleton gave them.
     """
     bare = set(manifest.extra.get(BARE, ()))
     modules = dict(model.named_modules(remove_duplicate=False))
-    places = {s.path: s for s in state.places(model, holds)}
-    _check(before, manifest, bare, modules, places)
+    _check(before, manifest, bare, modules)
     grad = set(manifest.extra.get(GRAD, ()))
     composed = manifest.extra.get(PARTS, {})
     made = {name: _put_together(modules, name, said, tensors, name in grad) for name, said in composed.items()}
     carried = {path: values.decode(v) for path, v in manifest.extra.get(VALUES, {}).items()}
 
     def put() -> None:
-        _put(model, manifest, tensors, modules, places, made)
+        _put(model, manifest, tensors, modules, before.places, made)
         _set_values(modules, carried)
 
     return put
@@ -80,9 +80,7 @@ def _put(
     _refuse([f"{name}: left without memory" for name in left])
 
 
-def _check(
-    before: Skeleton, manifest: Manifest, bare: set[str], modules: Mapping[str, Any], places: Mapping[str, Spot]
-) -> None:
+def _check(before: Skeleton, manifest: Manifest, bare: set[str], modules: Mapping[str, Any]) -> None:
     split = manifest.extra.get(PARTS, {})
     pieces = {name for said in split.values() for name in said["parts"].values()}
     carried = {name for spec in manifest.tensors for name in spec.names if name not in pieces}
@@ -90,7 +88,7 @@ def _check(
     problems = [f"{n}: not in the shard" for n in before.names - carried - set(manifest.extra.get(GONE, ()))]
     for name in carried:
         owner = name.rpartition(".")[0]
-        if owner not in modules and not (name in bare and (name in places or owner in places)):
+        if owner not in modules and not (name in bare and (name in before.places or owner in before.places)):
             problems.append(f"{name}: nothing here that it belongs to")
     _refuse(sorted(problems))
 

@@ -46,7 +46,7 @@ class Skeleton:
     types: dict[str, str]
     parameters: dict[str, str]  # their types
     marks: dict[str, str]
-    paths: frozenset[str]  # of helper objects and containers that may hold bare tensors
+    places: dict[str, Spot]  # of bare tensors, and of helper objects and containers that may hold them
 
 
 def skeleton(model: nn.Module, holds: Holds = holds) -> Skeleton:
@@ -64,7 +64,7 @@ def skeleton(model: nn.Module, holds: Holds = holds) -> Skeleton:
         types,
         _parameter_types(named),
         values.marks(model, holds),
-        frozenset(s.path for s in state.places(model, holds) if not isinstance(s.tensor, torch.Tensor)),
+        {s.path: s for s in state.places(model, holds)},
     )
 
 
@@ -231,7 +231,7 @@ def _check_rebuildable(
         if spot.path in names:
             raise PublishError(f"{spot.path}: two tensors would go by this name")
         owner, _, leaf = spot.path.rpartition(".")
-        if leaf != str(spot.key) or not (owner in after or owner in before.paths):
+        if leaf != str(spot.key) or not (owner in after or owner in before.places):
             raise PublishError(f"{spot.path}: it hangs where the module has nothing before it is loaded")
 
 
