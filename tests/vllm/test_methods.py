@@ -5,15 +5,20 @@ loaded from disk; a method that cannot be shared is named; and what is poisoned 
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quantized import quantize
 from tiny_checkpoints import settle
 from vllm_lines import mapped, unusable
 
+from wcache.engine.vllm.methods import TABLE
 from wcache.engine.vllm.parity import differences
+
+QUANTIZE = Path(__file__).parents[2] / "scripts" / "quantize_model.py"
 
 # Which of its tiny checkpoints a case quantizes.
 SHARED = {
@@ -32,15 +37,17 @@ def checkpoint(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
             return str(models / "deepseek")
         made = root / case
         if not made.exists():
-            settle(quantize(models / SHARED.get(case, "llama"), made, case))
+            source = models / SHARED.get(case, "llama")
+            subprocess.run([sys.executable, "-W", "ignore", QUANTIZE, source, root, case], check=True)
+            settle(made)
         return str(made)
 
     return make
 
 
 @pytest.mark.parametrize("case", [*SHARED, "mla"])
-def test_a_warm_engine_is_the_disk_engine(case: str, checkpoint: Any, daemons: Any, child: Any) -> None:
-    """Names, kinds, classes, dtypes, shapes, strides, bytes, every attribute, and greedy tokens."""
+def test_parity(case: str, checkpoint: Any, daemons: Any, child: Any) -> None:
+    """Disk against warm: names, kinds, classes, dtypes, shapes, strides, bytes, every attribute, and greedy tokens."""
     daemon, model = daemons(), checkpoint(case)
     seen = {}
     for how, extra in (("cold", {}), ("warm", {"fallback": False}), ("disk", {"socket_dir": "/nowhere"})):
@@ -54,8 +61,8 @@ def test_a_warm_engine_is_the_disk_engine(case: str, checkpoint: Any, daemons: A
         assert seen[how][0] == seen["disk"][0], how
 
 
-def test_a_method_that_hides_its_weights_falls_back_with_its_name(checkpoint: Any, daemons: Any, child: Any) -> None:
-    """Nothing is published, a start that may not fall back says why, and the tokens are those of the disk."""
+def test_a_method_that_hides_its_weights(checkpoint: Any, daemons: Any, child: Any) -> None:
+    """It falls back with its name: nothing is published, a start that may not fall back says why, and the tokens are those of the disk."""
     daemon, model = daemons(), checkpoint("int8")
     began = child("start", name="first", model=model, extra=daemon.extra())
     [said] = unusable(began["log"])
@@ -140,3 +147,14 @@ census.restore = lambda model, changed: child.kept(
         child("evaluate", code="from wcache.engine.vllm import census\ncensus.restore = child.kept")
     assert not mapped(warm["log"]) and f"{lost}: " in unusable(warm["log"])[0]
     assert warm["tokens"] == cold["tokens"]
+
+
+def test_every_row_of_the_table_names_a_test_that_exists_and_is_in_the_readme() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for row in TABLE:
+        assert re.search(rf"^\| {re.escape(row.what)} \| {row.way} \|", readme, re.MULTILINE), row.what
+        if row.test:
+            file, _, function = row.test.partition("::")
+            text = (Path(__file__).parent / file).read_text()
+            assert f"def {function.partition('[')[0]}(" in text or not function, row.test
+        assert row.test or row.why, row.what

@@ -90,6 +90,9 @@ def explain(
         str | None, typer.Option(metavar="METHOD|JSON", help="Instead of the checkpoint's.")
     ] = None,
     no_hash: Annotated[bool, typer.Option("--no-hash", help="Read no weights, even if content is unknown.")] = False,
+    methods: Annotated[
+        bool, typer.Option("--methods", help="Which quantization methods vLLM engines can share.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Would an engine hit, and if not, why?
@@ -98,6 +101,9 @@ def explain(
     """
     from wcache.cli import explaining
 
+    if methods:
+        _print_methods(as_json)
+        return
     context = contexts.of(ctx)
     if last:
         found = explaining.last(context, rank)
@@ -112,3 +118,16 @@ def explain(
     else:
         for line in explaining.lines(found):
             print(line)
+
+
+def _print_methods(as_json: bool) -> None:
+    from wcache.engine.vllm.methods import TABLE, VERSIONS
+
+    if as_json:
+        render.document({"vllm": VERSIONS, "methods": TABLE})
+        return
+    width = max(len(row.what) for row in TABLE)
+    print(f"vLLM {VERSIONS}; a method that is not listed falls back, unless vLLM declares a pre-processed mode for it")
+    for row in TABLE:
+        names = " ".join(filter(None, (row.method, row.scheme, row.kernel)))
+        print(f"{row.what:{width}}  {row.way:10}  {row.why or row.test}" + (f"  ({names})" if names else ""))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wcache.engine.state import Spot
 from wcache.engine.tensors import dtype_name
 from wcache.engine.tensors import tensors_of as tensors_of
 from wcache.engine.vllm import capture, census, methods
@@ -93,7 +94,8 @@ def bind(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tenso
     known = {name for name, _, _ in capture.registered(model)}
     specs = [spec for spec in manifest.tensors if spec.kind is not Kind.ATTRIBUTE]
     _bind(model, manifest, tensors, [spec for spec in specs if known & set(spec.names)])
-    _attributes(model, manifest, tensors)
+    if len(specs) < len(manifest.tensors):
+        _attributes(model, manifest, tensors)
     return [spec for spec in specs if not known & set(spec.names)]
 
 
@@ -142,13 +144,14 @@ def complete(
     """
     _drop_consumed(model, set(manifest.extra.get("consumed", ())))
     _bind(model, manifest, tensors, late)
-    _attributes(model, manifest, tensors)
+    spots = _attributes(model, manifest, tensors)
     census.restore(model, manifest.attributes)
+    left = [*(n for n, _, t in capture.registered(model) if t.is_meta), *(s.path for s in spots if s.now().is_meta)]
     _refuse(
         [
             *differences(model, manifest, tensors),
             *census.differences(model, manifest.attributes),
-            *(f"{n}: left without memory" for n in capture.on_meta(model)),
+            *(f"{name}: left without memory" for name in left),
         ]
     )
 
@@ -162,8 +165,11 @@ def _drop_consumed(model: nn.Module, consumed: set[str]) -> None:
             delattr(modules[prefix], leaf)
 
 
-def _attributes(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Bare tensors: put back what is missing, on meta, or not what was captured. Raises StructureError."""
+def _attributes(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[Spot]:
+    """Bare tensors: put back what is missing, on meta, or not what was captured. Raises StructureError.
+
+    Returns the places that hold one.
+    """
     spots = {spot.path: spot for spot in capture.bare(model)}
     for spec in manifest.tensors:
         if spec.kind is not Kind.ATTRIBUTE:
@@ -177,6 +183,7 @@ def _attributes(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torc
                 _refuse([f"{path}: {tuple(captured.shape)} in the shard, {tuple(spot.tensor.shape)} here"])
             if not _equal(spot.tensor, captured):
                 spot.put(captured)
+    return list(spots.values())
 
 
 def _put_new(model: nn.Module, path: str, tensor: torch.Tensor) -> None:

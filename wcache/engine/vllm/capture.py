@@ -21,7 +21,7 @@ from wcache.engine import state
 from wcache.engine.entries import Entry
 from wcache.engine.state import Spot
 from wcache.engine.state import registered as registered
-from wcache.engine.vllm.census import Census, Facts, holds
+from wcache.engine.vllm import census
 from wcache.model import Kind
 
 
@@ -38,7 +38,7 @@ def _all(model: nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor]]:
 
 def bare(model: nn.Module) -> Iterator[Spot]:
     """Tensors that are neither parameters nor buffers, each place once, except those that are also one of these."""
-    return state.bare(model, holds)
+    return state.bare(model, census.holds)
 
 
 def methods(model: nn.Module) -> dict[str, str]:
@@ -72,7 +72,7 @@ class Before:
     """A model as it was built, before its weights came."""
 
     names: frozenset[str]
-    facts: Facts
+    facts: census.Facts
     methods: dict[str, str]
     sizes: dict[str, int]  # elements of each parameter
 
@@ -80,7 +80,7 @@ class Before:
     def of(cls, model: nn.Module) -> Before:
         return cls(
             frozenset(name for name, _, _ in registered(model)),
-            Census.of(model).facts,
+            census.facts(model),
             methods(model),
             {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)},
         )

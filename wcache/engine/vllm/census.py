@@ -16,8 +16,8 @@ import ast
 import functools
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -46,63 +46,58 @@ def holds(value: Any) -> bool:
 
 
 @dataclass(slots=True)
-class Census:
-    """`facts` by path; `owners`: the module, parameter, helper object or container behind each path that has any."""
+class Names:
+    """What a model calls its modules, parameters and buffers, by their identity."""
 
-    facts: Facts = field(default_factory=dict)
-    owners: dict[str, Any] = field(default_factory=dict)
+    modules: dict[str, nn.Module]
+    of_module: dict[int, str]
+    of_tensor: dict[int, str]
+    tensors: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Census:
-        census, walk = cls(), _Walk(model)
-        for name, module in model.named_modules():
-            census.owners[name] = module
-            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-                where = join(name, leaf)
-                if tensor is None:
-                    census.facts[where] = None
-                elif isinstance(tensor, nn.Parameter):
-                    census.owners[where] = tensor
-                    census.facts[f"{where}@{CLASS}"] = {"class": _name(type(tensor))}
-                    for key, value in _items(tensor):
-                        census.facts[f"{where}@{key}"] = walk.fact(value)
-            walk.into(module, name, census)
-        return census
-
-
-@dataclass(slots=True)
-class _Walk:
-    model: nn.Module
-    modules: dict[int, str] = field(init=False)
-    names: dict[int, str] = field(init=False)
-    seen: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.modules = {id(m): name for name, m in self.model.named_modules()}
-        self.names = {}
-        for name, _, tensor in registered(self.model):
-            self.names.setdefault(id(tensor), name)
-
-    def into(self, owner: Any, path: str, census: Census, depth: int = 0) -> None:
-        if id(owner) in self.seen or depth > MAX_DEPTH:
-            return
-        self.seen.add(id(owner))
-        for key, value in _items(owner):
-            where = f"{path}[{key!r}]" if isinstance(owner, dict | list | tuple) else join(path, str(key))
-            fact = census.facts[where] = self.fact(value)
-            if isinstance(fact, dict) and "object" in fact and self._opens(value):
-                census.owners[where] = value
-                self.into(value, where, census, depth + 1)
+    def of(cls, model: nn.Module) -> Names:
+        modules, tensors = dict(model.named_modules()), {name: tensor for name, _, tensor in registered(model)}
+        of_tensor: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            of_tensor.setdefault(id(tensor), name)
+        return cls(modules, {id(m): name for name, m in modules.items()}, of_tensor, tensors)
 
     def fact(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return {"tensor": self.names.get(id(value), "")}
-        if id(value) in self.modules:
-            return {"module": self.modules[id(value)]}
+            return {"tensor": self.of_tensor.get(id(value), "")}
+        if id(value) in self.of_module:
+            return {"module": self.of_module[id(value)]}
         return _fact(value)
 
-    def _opens(self, value: Any) -> bool:
-        return isinstance(value, dict | list | tuple | nn.Module) or (hasattr(value, "__dict__") and holds(value))
+
+def facts(model: nn.Module) -> Facts:
+    """Every fact of a model, by path."""
+    names, found, seen = Names.of(model), Facts(), set[int]()
+    for name, module in names.modules.items():
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            where = join(name, leaf)
+            if tensor is None:
+                found[where] = None
+            elif isinstance(tensor, nn.Parameter):
+                found[f"{where}@{CLASS}"] = {"class": _name(type(tensor))}
+                found |= {f"{where}@{key}": names.fact(value) for key, value in _items(tensor)}
+        _walk(module, name, names, found, seen, 0)
+    return found
+
+
+def _walk(owner: Any, path: str, names: Names, found: Facts, seen: set[int], depth: int) -> None:
+    if id(owner) in seen or depth > MAX_DEPTH:
+        return
+    seen.add(id(owner))
+    for key, value in _items(owner):
+        where = f"{path}[{key!r}]" if isinstance(owner, dict | list | tuple) else join(path, str(key))
+        fact = found[where] = names.fact(value)
+        if isinstance(fact, dict) and "object" in fact and _opens(value):
+            _walk(value, where, names, found, seen, depth + 1)
+
+
+def _opens(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple | nn.Module) or (hasattr(value, "__dict__") and holds(value))
 
 
 def _items(owner: Any) -> list[tuple[Any, Any]]:
@@ -182,41 +177,68 @@ def _plain(fact: Any) -> bool:
     return not isinstance(fact, dict) or not {"object", "callable", "class", "enum", "device", "module"} & fact.keys()
 
 
+class Places:
+    """What stands at a path of a model now; looks only at what it is asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = Names.of(model)
+        self._found: dict[str, Any] = {**self.names.modules}
+
+    def fact(self, path: str) -> Any:
+        owner, key = self.split(path)
+        if path.endswith(f"@{CLASS}") and isinstance(owner, nn.Parameter):
+            return {"class": _name(type(owner))}
+        value = _get(owner, key)
+        return GONE if value is _NOTHING else self.names.fact(value)
+
+    def split(self, path: str) -> tuple[Any, Any]:
+        """The object that a path's last step belongs to, or _NOTHING, and the step."""
+        where, key = _last_step(path)
+        return self._object(where), key
+
+    def _object(self, path: str) -> Any:
+        if path not in self._found:
+            where, key = _last_step(path)
+            self._found[path] = _get(self._object(where), key) if path else _NOTHING
+        return self._found[path]
+
+
+_NOTHING, _KEEP = object(), object()
+
+
+def _last_step(path: str) -> tuple[str, Any]:
+    if path.endswith("]"):
+        at = path.rfind("[")
+        return path[:at], ast.literal_eval(path[at + 1 : -1])
+    where, _, key = path.rpartition("@" if "@" in path else ".")
+    return where, key
+
+
+def _get(owner: Any, key: Any) -> Any:
+    if isinstance(owner, dict):
+        return owner.get(key, _NOTHING)
+    if isinstance(owner, list | tuple):
+        return owner[key] if key < len(owner) else _NOTHING
+    own = getattr(owner, "__dict__", {})
+    for among in (own, own.get("_parameters", {}), own.get("_buffers", {})):
+        if key in among:
+            return among[key]
+    return _NOTHING
+
+
 def restore(model: nn.Module, changed: Facts) -> None:
     """Put back what is plain. Tensors must be bound already."""
-    census, tensors = Census.of(model), {name: tensor for name, _, tensor in registered(model)}
-    made = _made(changed)
+    places, made = Places(model), _made(changed)
     for path, fact in changed.items():
-        if path in census.facts and _same(census.facts[path], fact):
+        if path.endswith(f"@{CLASS}") or not _plain(fact) or (type(fact) is int and _inside(path, made)):
             continue
-        owner, key = _split(path, census.owners)
-        if owner is None or (path.startswith(made) and type(fact) is int) or not _settable(path, fact):
+        owner, key = places.split(path)
+        if owner is _NOTHING or _same(places.fact(path), fact):
             continue
         if fact == GONE:
             _remove(owner, key)
-        else:
-            value = _value(fact, owner, tensors)
-            if value is not _KEEP:
-                _put(owner, key, value)
-
-
-def _settable(path: str, fact: Any) -> bool:
-    return not path.endswith(f"@{CLASS}") and _plain(fact)
-
-
-def _split(path: str, owners: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The object that a path's last step belongs to, if there is one here, and the step."""
-    if path.endswith("]"):
-        at = path.rfind("[")
-        return owners.get(path[:at]), ast.literal_eval(path[at + 1 : -1])
-    if "@" in path:
-        where, _, key = path.rpartition("@")
-        return owners.get(where), key
-    where, _, key = path.rpartition(".")
-    return owners.get(where), key
-
-
-_KEEP = object()
+        elif (value := _value(fact, owner, places.names.tensors)) is not _KEEP:
+            _put(owner, key, value)
 
 
 def _value(fact: Any, owner: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -250,22 +272,25 @@ def _remove(owner: Any, key: Any) -> None:
 
 def differences(model: nn.Module, changed: Facts) -> list[str]:
     """One sentence for each change that loading made there and that is not so here."""
-    here, made = Census.of(model).facts, _made(changed)
-    return sorted(_differences(here, changed, made))
-
-
-def _differences(here: Facts, changed: Facts, made: tuple[str, ...]) -> Iterator[str]:
+    places, made = Places(model), _made(changed)
+    found = []
     for path, fact in changed.items():
-        found = here.get(path, GONE)
-        if _same(found, fact) or (path.startswith(made) and type(found) is type(fact) is int):
-            continue
-        yield f"{path}: {_words(found)} here, {_words(fact)} where it was loaded"
+        here = places.fact(path)
+        if not _same(here, fact) and not (type(here) is type(fact) is int and _inside(path, made)):
+            found.append(f"{path}: {_words(here)} here, {_words(fact)} where it was loaded")
+    return sorted(found)
 
 
-def _made(changed: Facts) -> tuple[str, ...]:
+def _made(changed: Facts) -> set[str]:
     """Where objects hang that loading made: what is inside is new as well."""
-    paths = [path for path, fact in changed.items() if isinstance(fact, dict) and "object" in fact]
-    return tuple(f"{path}{step}" for path in paths for step in ".[")
+    return {path for path, fact in changed.items() if isinstance(fact, dict) and "object" in fact}
+
+
+def _inside(path: str, made: set[str]) -> bool:
+    while path := _last_step(path)[0]:
+        if path in made:
+            return True
+    return False
 
 
 def _words(fact: Any) -> str:

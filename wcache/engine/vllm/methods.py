@@ -55,8 +55,8 @@ class Said:
 
 
 _ENGINES = "test_engines.py::test_cold_warm_and_copied_engines_are_the_disk_engine"
-_METHODS = "test_methods.py::test_a_warm_engine_is_the_disk_engine"
-_REFUSED = "test_methods.py::test_a_method_that_hides_its_weights_falls_back_with_its_name"
+_METHODS = "test_methods.py::test_parity"
+_REFUSED = "test_methods.py::test_a_method_that_hides_its_weights"
 _W4 = "CPUWNA16LinearKernel"
 
 TABLE = (
@@ -75,10 +75,10 @@ TABLE = (
         "CompressedTensorsWNA16", _W4),
     Row("AWQ", "AutoAWQMarlinLinearMethod", Way.REBUILT, f"{_METHODS}[awq]", kernel=_W4),
     Row("GPTQ", "AutoGPTQLinearMethod", Way.REBUILT, f"{_METHODS}[gptq]", kernel=_W4),
-    Row("compressed-tensors int8, CPU", "CompressedTensorsLinearMethod", Way.FALLS_BACK, f"{_REFUSED}[int8]",
+    Row("compressed-tensors int8, CPU", "CompressedTensorsLinearMethod", Way.FALLS_BACK, _REFUSED,
         "CompressedTensorsW8A8Int8", "CPUInt8ScaledMMLinearKernel", "a oneDNN handle owns the packed weights"),
-    Row("AWQ, GPTQ, compressed-tensors with other kernels (Marlin, Machete, CUTLASS)", "", Way.FALLS_BACK,
-        why="its post-processing has not been compared on a GPU yet"),
+    Row("AWQ, GPTQ, compressed-tensors on a GPU", "", Way.FALLS_BACK,
+        why="no parity run of Marlin, Machete, CUTLASS yet"),
     Row("MoE of AWQ, GPTQ, compressed-tensors", "", Way.FALLS_BACK, why="its kernels can only be made by loading"),
     Row("torchao", "TorchAOLinearMethod", Way.FALLS_BACK, "test_features.py", why="tensor subclasses"),
     Row("online quantization", "", Way.FALLS_BACK, "test_features.py", why="weights are made while loading"),

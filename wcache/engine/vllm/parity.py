@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from wcache.engine.tensors import dtype_name
-from wcache.engine.vllm import capture
-from wcache.engine.vllm.census import Census
+from wcache.engine.vllm import capture, census
 
 Portrait = dict[str, dict[str, Any]]
 
@@ -26,7 +25,7 @@ def portrait(model: nn.Module) -> Portrait:
     """`tensors` by name: [kind, class, dtype, shape, stride, SHA-256]; `facts` by path."""
     tensors = {name: [str(kind), type(t).__name__, *_of(t)] for name, kind, t in capture.registered(model)}
     tensors |= {spot.path: ["attribute", type(spot.tensor).__name__, *_of(spot.tensor)] for spot in capture.bare(model)}
-    return {"tensors": tensors, "facts": Census.of(model).facts}
+    return {"tensors": tensors, "facts": census.facts(model)}
 
 
 def _of(tensor: torch.Tensor) -> list[Any]:

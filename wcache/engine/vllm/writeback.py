@@ -19,7 +19,6 @@ from torch import nn
 from wcache.engine.client import Attachment
 from wcache.engine.publish import Publication
 from wcache.engine.vllm import capture, census, methods
-from wcache.engine.vllm.census import Census
 from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.request import Request
 from wcache.errors import PublishError
@@ -44,7 +43,8 @@ def publish(model: nn.Module, disk: DiskLoader, publication: Publication, reques
     Raises PublishError for a model that must not be shared, and what the rank answers.
     """
     before = disk.before
-    why = _objection(model, disk, request)
+    changed = census.changes(before.facts, census.facts(model)) if before is not None else {}
+    why = _objection(model, disk, request, changed)
     if why is not None or before is None:
         publication.abort(why or "unknown")
         raise PublishError(why or "unknown")
@@ -52,22 +52,22 @@ def publish(model: nn.Module, disk: DiskLoader, publication: Publication, reques
     return publication.write(
         capture.entries(model),
         repoint=True,
-        attributes=census.changes(before.facts, Census.of(model).facts),
+        attributes=changed,
         extra={"methods": before.methods, "consumed": before.consumed(model)},
         model=request.query.model,
     )
 
 
-def _objection(model: nn.Module, disk: DiskLoader, request: Request) -> str | None:
+def _objection(model: nn.Module, disk: DiskLoader, request: Request, changed: census.Facts) -> str | None:
     """Why the processed model must not be shared, or None."""
     if disk.before is None:
         return "vLLM did not load the weights through its default loader"
     why = methods.unshareable(model)
     if why is not None:
         return why
-    why = census.unrestorable(census.changes(disk.before.facts, Census.of(model).facts), methods.rebuilt(model))
-    if why is not None:
-        return f"post-processing made what cannot be put back: {why}"
+    made = census.unrestorable(changed, methods.rebuilt(model))
+    if made is not None:
+        return f"post-processing made what cannot be put back: {made}"
     emptied = disk.before.emptied(model)
     if emptied:
         return f"post-processing moved {emptied[0]} and {len(emptied) - 1} more out of sight"

@@ -6,8 +6,8 @@ python quantized.py DIR NAME...
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,20 +119,33 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
 def quantize(source: Path, target: Path, name: str) -> Path:
     """A copy of a checkpoint whose projections are in the named format."""
     how, config = FORMATS[name]
-    made: Tensors = {}
     target.mkdir(parents=True)
-    for file in source.iterdir():
+    weight_map: dict[str, str] = {}
+    for file in sorted(source.iterdir()):
         if file.suffix == ".safetensors":
+            made: Tensors = {}
             for key, tensor in load_file(file).items():
                 made |= how(key, tensor) if key.endswith(LINEAR) else {key: tensor}
-        elif not file.name.endswith(".index.json"):
+            save_file(made, target / file.name, {"format": "pt"})
+            weight_map |= dict.fromkeys(made, file.name)
+        elif file.is_file() and not file.name.endswith(".index.json"):
             (target / file.name).write_bytes(file.read_bytes())
-    save_file(made, target / "model.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": weight_map}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
     text = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**text, "quantization_config": config}))
     return target
 
 
+def main() -> None:
+    p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    p.add_argument("source", type=Path)
+    p.add_argument("directory", type=Path)
+    p.add_argument("formats", nargs="+", choices=list(FORMATS), metavar="FORMAT")
+    args = p.parse_args()
+    for name in args.formats:
+        print(quantize(args.source, args.directory / name, name))
+
+
 if __name__ == "__main__":
-    for wanted in sys.argv[3:]:
-        print(quantize(Path(sys.argv[1]), Path(sys.argv[2]) / wanted, wanted))
+    main()
