@@ -52,12 +52,15 @@ class Child:
     def names(self) -> Any:
         return list(self.engines)
 
-    def tokens(self, name: str) -> Any:
+    def tokens(self, name: str, adapter: str | None = None) -> Any:
+        """Greedy answers; `adapter`: the directory of a LoRA adapter to answer with."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         greedy = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
         prompts = [{"prompt_token_ids": p} for p in PROMPTS]
-        answers = self.engines[name].generate(prompts, greedy, use_tqdm=False)
+        lora = LoRARequest("adapter", 1, adapter) if adapter else None
+        answers = self.engines[name].generate(prompts, greedy, use_tqdm=False, lora_request=lora)
         return [list(a.outputs[0].token_ids) for a in answers]
 
     def _in_process(self, name: str) -> bool:

@@ -18,7 +18,7 @@ import pytest
 
 from wcache.errors import WcacheError
 from wcache.protocol.connection import connect, socket_path
-from wcache.protocol.messages import GetStatus, RankStatus, Status
+from wcache.protocol.messages import GetStatus, RankStatus, Status, Verified, Verify
 
 pytestmark = pytest.mark.vllm
 HERE = Path(__file__).parent
@@ -85,6 +85,11 @@ class Daemon:
     def status(self) -> RankStatus:
         with connect(socket_path(self.sockets, self.rank), role="admin", name="test") as connection:
             return connection.ask(GetStatus(), Status).status
+
+    def verify(self) -> dict[str, bool]:
+        """Have every shard's digests computed anew: by fingerprint, whether they are those that were committed."""
+        with connect(socket_path(self.sockets, self.rank), role="admin", name="test") as connection:
+            return {v.fingerprint: v.ok for v in connection.ask(Verify(), Verified).verdicts}
 
     def wait(self, condition: Any, deadline_s: float = START_DEADLINE_S) -> RankStatus:
         """Wait until the rank's status meets a condition."""

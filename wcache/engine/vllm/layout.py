@@ -106,9 +106,13 @@ def layout_key(vllm_config: Any, model_config: Any, place: Place) -> LayoutKey:
     )
 
 
+def has_experts(model_config: Any) -> bool:
+    return bool(model_config.is_moe if hasattr(model_config, "is_moe") else model_config.get_num_experts() > 0)
+
+
 def experts(model_config: Any, parallel: Any, place: Place) -> tuple[int, int, int, int]:
     """dp size and rank, ep size and rank, as far as they decide a shard: not at all without experts."""
-    if not (model_config.is_moe if hasattr(model_config, "is_moe") else model_config.get_num_experts() > 0):
+    if not has_experts(model_config):
         return 1, 0, 1, 0
     dp_size, tp_size = parallel.data_parallel_size, parallel.tensor_parallel_size
     if not parallel.enable_expert_parallel:
@@ -153,9 +157,20 @@ def _extra(vllm_config: Any, model_config: Any, model_class: type) -> dict[str, 
         "expert_placement": getattr(parallel, "expert_placement_strategy", None),
         "remote_code": _remote_code(model_config),
         "device": getattr(vllm_config.load_config, "device", None),
+        "lora": _lora(vllm_config, model_config),
         "draft": drafts.facts(vllm_config, model_config),
     }
     return {k: v for k, v in found.items() if v not in (None, {}, "", [1, 1])}
+
+
+def _lora(vllm_config: Any, model_config: Any) -> bool | None:
+    """Whether LoRA is on, where that decides more than what is wrapped around the layers afterwards.
+
+    Experts then get other kernels, and towers beside the language model other layers.
+    """
+    if vllm_config.lora_config is None:
+        return None
+    return True if has_experts(model_config) or model_config.is_multimodal_model else None
 
 
 def _hf_overrides(vllm_config: Any, model_config: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from wcache.engine.publish import Publication
-from wcache.engine.vllm import aliases, bind, capture, drafts, methods, options, session, writeback
+from wcache.engine.vllm import aliases, bind, capture, drafts, guard, methods, options, session, writeback
 from wcache.engine.vllm.disk import DiskLoader, unpacked_linear
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.plugin import share_handlers
@@ -29,8 +30,6 @@ from wcache.log import MISSED, fields
 from wcache.model import MissReason, Mode
 
 log = logging.getLogger(__name__)
-
-ATTACHMENT = "_wcache_attachment"  # where a model keeps its lease
 
 
 class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
@@ -52,9 +51,15 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
     def download_model(self, model_config: Any) -> None:
         DiskLoader(self.load_config).download_model(model_config)
 
-    def load_weights(self, model: nn.Module, model_config: Any) -> None:  # noqa: ARG002 - vLLM's signature
-        """Refused: the weights are shared and read-only, and vLLM would write raw ones over processed ones."""
-        raise Miss(MissReason.UNSUPPORTED, "weights of the load format wcache cannot be reloaded in place")
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """From disk into a model that stands. Raises Miss if its weights are shared."""
+        guard.refuse(model, "load_weights")
+        DiskLoader(self.load_config).load_weights(model, model_config)
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The checkpoint's tensors, for a reload. Raises Miss if the model's weights are shared."""
+        guard.refuse(model, "reload_weights")
+        return DiskLoader(self.load_config).get_all_weights(model_config, model)
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         outcome = session.kept(model_config)
@@ -113,6 +118,7 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
             clock.lap("post-process")
             bind.complete(model, manifest, tensors, late)
             clock.lap("check")
+        guard.reload_to(model, target)
         self._settle(model, outcome, len(manifest.tensors), private)
         return model
 
@@ -123,7 +129,8 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         if self.options.mode is Mode.COPY:
             held.release(evict=True)
         else:
-            model.__dict__[ATTACHMENT] = held
+            model.__dict__[guard.ATTACHMENT] = held
+        guard.install(model)
         log.info("Mapped %d tensors from the weight cache daemon (%s mode)", count, self.options.mode)
         spent = ", ".join(f"{name} {s * 1000:.1f} ms" for name, s in outcome.seconds.items())
         log.info("wcache: %s; %.1f MiB of private copies", spent, private / (1 << 20))
@@ -156,6 +163,7 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         with writeback.abandoned_on_error(publication):
             disk = DiskLoader(self.load_config)
             model = disk.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            guard.install(model)
             left = capture.on_meta(model)
             if left:
                 raise StructureError(f"tensors without memory after loading from disk: {', '.join(left[:5])}", left)
@@ -169,7 +177,7 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         assert outcome.request is not None
         start = time.perf_counter()
         try:
-            model.__dict__[ATTACHMENT] = writeback.publish(model, disk, publication, outcome.request)
+            model.__dict__[guard.ATTACHMENT] = writeback.publish(model, disk, publication, outcome.request)
         except WcacheError as e:
             log.warning("wcache: not published: %s", e)
             return

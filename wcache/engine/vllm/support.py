@@ -49,7 +49,6 @@ def _refusals(vllm_config: Any, model_config: Any) -> list[tuple[bool, str]]:
         (bool(getattr(parallel, "enable_eplb", False)), "EPLB rearranges experts in place"),
         (bool(getattr(parallel, "enable_elastic_ep", False)), "elastic EP moves experts"),
         (getattr(vllm_config, "weight_transfer_config", None) is not None, "weight transfer writes into the weights"),
-        (vllm_config.lora_config is not None, "LoRA wraps the layers"),
         (bool(getattr(uva, "cpu_offload_gb", 0)), "CPU offloading moves the weights"),
         (bool(getattr(prefetch, "offload_group_size", 0)), "weight prefetching moves the weights"),
         (model_config.quantization == "torchao", "torchao weights are tensor subclasses"),
