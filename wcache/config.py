@@ -65,8 +65,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     `devices`: one per rank, in the order of `ranks`: "cpu" or a GPU's UUID; empty: "cpu" on the host backend, the
     visible GPU whose position is the rank's on cuda. `plan`: a sharding plan (TOML) for an architecture that has none
     built in. `allowed_uids`/`allowed_gids` may attach; `publish_uids` may also publish; root and the daemon's own
-    uid always may. `load_slots`: loads that may run at once on this host (0: one per rank). `engine_args`: handed to
-    the vllm and transformers loaders as they are.
+    uid always may. `allow_stale_index`: the safetensors loader ignores an index of other files if those that are here
+    are a complete set. `load_slots`: loads that may run at once on this host (0: one per rank). `engine_args`: handed
+    to the vllm and transformers loaders as they are.
     """
 
     model: str | None = None
@@ -87,6 +88,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     publish_uids: tuple[int, ...] = ()
     load_slots: int = 0
     keep_page_cache: bool = True
+    allow_stale_index: bool = False
     timeouts: Timeouts = Timeouts()
     engine_args: dict[str, Any] = {}
 

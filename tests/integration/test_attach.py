@@ -25,8 +25,8 @@ import wcache
 from wcache.engine import attach as attaching
 from wcache.engine.client import attach_shard
 from wcache.engine.lease import LeaseState, held
-from wcache.errors import Miss, StructureError
-from wcache.model import MissReason, Mode, Origin
+from wcache.errors import CheckpointError, Miss, StructureError
+from wcache.model import CheckpointFault, MissReason, Mode, Origin
 from wcache.protocol.messages import Granted, PublishBegin
 from wcache.weights.fingerprint import LayoutKey
 
@@ -152,6 +152,24 @@ def test_every_wrong_field_is_a_miss_that_names_it(preloaded: Callable[[str], tu
     with pytest.raises(Miss) as e:
         attach_shard(msgspec.structs.replace(query, content="0" * 64), daemon.path)
     assert e.value.reason is MissReason.CONTENT
+
+
+def test_a_stale_index_is_refused_or_ignored_aloud_by_loader_and_engine_alike(
+    make_daemon: Callable[..., Daemon], manager: Manager, checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(checkpoints("llama-untied"), tmp_path / "stale"))
+    index = directory / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-", "other-"))
+    tiny.settle(directory)
+    with pytest.raises(CheckpointError, match="is stale") as refused:
+        wcache.attach(directory, socket_path="/nowhere")
+    assert refused.value.fault is CheckpointFault.STALE_INDEX and "allow_stale_index" in str(refused.value.hint)
+    config = {"model": str(directory), "allow_stale_index": True}
+    daemon = make_daemon(manager=manager, config=config).start()
+    manager.wait_told("READY=1", 60)
+    assert "is stale: none of its" in daemon.log
+    with wcache.attach(directory, socket_path=daemon.path, allow_stale_index=True, fallback=False) as held:
+        assert all(torch.equal(held.tensors[n], t) for n, t in tiny.tensors_of(checkpoints("llama-untied")).items())
 
 
 def test_a_cold_engine_loads_from_disk_and_the_next_one_hits(

@@ -140,11 +140,19 @@ def test_a_missing_file_is_an_unfinished_download_and_every_one_is_named(model) 
     assert all(name in str(error) for name in names[1:])
 
 
-def test_an_index_of_another_build_is_stale_until_it_is_removed(model) -> None:
+def test_an_index_of_another_build_is_stale_and_may_be_ignored_on_request(model) -> None:
     model.two_files().index({EMBED: "model-00001-of-00009.safetensors", HEAD: "model-00009-of-00009.safetensors"})
     assert refused(lambda: survey(model.directory)).fault is F.STALE_INDEX
-    model.path(model.index_name).unlink()
-    assert len(load(model.directory).tensors) == 3
+    checkpoint = load(model.directory, allow_stale_index=True)
+    assert len(checkpoint.tensors) == 3
+    assert checkpoint.survey.index is None
+    assert "stale" in checkpoint.warnings[0]
+
+
+def test_a_stale_index_cannot_be_ignored_if_the_files_are_no_complete_set(model) -> None:
+    model.two_files().index({EMBED: "other.safetensors"}).path(SECOND).unlink()
+    error = refused(lambda: survey(model.directory, allow_stale_index=True))
+    assert error.fault is F.INCOMPLETE_DOWNLOAD
 
 
 def test_an_index_without_any_file_is_neither_stale_nor_no_model(model) -> None:

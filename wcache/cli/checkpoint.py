@@ -28,6 +28,9 @@ def fingerprint(
     directory: ModelArgument,
     deep: Annotated[bool, typer.Option("--deep", help="Hash every file; believe no store and no file name.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", metavar="REV", help="Of a hub cache.")] = None,
+    allow_stale_index: Annotated[
+        bool, typer.Option("--allow-stale-index", help="Ignore an index of other files, if those here are complete.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """The content identity of a checkpoint.
@@ -39,7 +42,8 @@ def fingerprint(
     from wcache.weights.identity import identify, open_store
 
     context = contexts.of(ctx)
-    found = survey(directory, revision=revision)
+    stale = allow_stale_index or context.config.allow_stale_index
+    found = survey(directory, revision=revision, allow_stale_index=stale)
     with open_store(context.state_dir) as store, meter(found) as progress:
         identity = identify(found, store, context.config.identity, deep=deep, progress=progress)
     if as_json:

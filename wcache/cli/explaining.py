@@ -137,6 +137,7 @@ def _requests(config: Config, asked: Options, ranks: list[int], store: DigestSto
         request = prepare(
             asked.model, config.placement(rank), store,
             dtype=config.dtype, plan=config.plan, revision=config.revision, policy=config.identity,
+            allow_stale_index=config.allow_stale_index,
         )  # fmt: skip
         if request.content is None and asked.hash_unknown:
             with meter(request.survey) as progress:

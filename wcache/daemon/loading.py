@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from wcache.config import Config
 from wcache.daemon import loader
 from wcache.daemon.facts import Shard, label
 from wcache.daemon.preload import Preload
@@ -114,7 +115,7 @@ class Preloader:
 
         def look() -> None:
             try:
-                found.append(_recognise(model, config.revision, self._where.state_dir, config.identity))
+                found.append(_recognise(config, self._where.state_dir))
             except WcacheError as e:
                 found.append(e)
 
@@ -205,9 +206,10 @@ def _headline(problem: str) -> str:
     return f"Weight load failed: {first}{last}" if last else f"Weight load failed: {first.rstrip(':')}"
 
 
-def _recognise(model: str, revision: str | None, state_dir: Path, policy: IdentityPolicy) -> str | None:
+def _recognise(config: Config, state_dir: Path) -> str | None:
     from wcache.weights.checkpoint import survey
     from wcache.weights.identity import open_store, recognise
 
+    found = survey(Path(config.model or ""), revision=config.revision, allow_stale_index=config.allow_stale_index)
     with open_store(state_dir) as store:
-        return recognise(survey(Path(model), revision=revision), store, policy).content
+        return recognise(found, store, config.identity).content

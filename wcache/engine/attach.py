@@ -50,6 +50,7 @@ def attach(
     fallback: bool = True,
     publish: bool = True,
     identity: IdentityPolicy | str = IdentityPolicy.CONTENT,
+    allow_stale_index: bool = False,
     device: str | torch.device | None = None,
     access: Access | str | None = None,
     socket_dir: str | os.PathLike[str] | None = None,
@@ -63,8 +64,9 @@ def attach(
     `rank` counts over the group (tp fastest, then pp, then dp). `dtype`: "auto" as in the checkpoint, else every
     floating tensor is cast to it. `plan`: a sharding plan's name or path where the architecture has none built in.
     `layout`: ask for what an engine published under a layout of its own; nothing can be loaded in its place, so that a
-    miss raises. `mode` "copy": private memory, and the cache is freed if nobody else holds it. `fallback` False: a miss
-    raises. `publish` False: what was loaded from disk is not offered to the rank. `device`: "cpu", "cuda:N" or a GPU's
+    miss raises. `allow_stale_index`: an index of other files is ignored if those that are there are a complete set.
+    `mode` "copy": private memory, and the cache is freed if nobody else holds it. `fallback` False: a miss raises.
+    `publish` False: what was loaded from disk is not offered to the rank. `device`: "cpu", "cuda:N" or a GPU's
     UUID; by default wherever the rank has its weights. `access` "rw" maps a GPU's resident shard writable: a write then
     changes what every engine computes with, and the shard's digest; by default GPU memory is read-only and host pages
     are private. `state_timeout_s`: how long to wait for a load under way.
@@ -86,6 +88,7 @@ def attach(
             plan=plan,
             revision=revision,
             policy=IdentityPolicy(identity),
+            allow_stale_index=allow_stale_index,
         )
         if layout is not None:
             request = replace(request, layout=layout)
@@ -162,6 +165,7 @@ def publish(
     revision: str | None = None,
     layout: LayoutKey | None = None,
     identity: IdentityPolicy | str = IdentityPolicy.CONTENT,
+    allow_stale_index: bool = False,
     repoint: bool = False,
     attributes: Collection[str] = (),
     socket_dir: str | os.PathLike[str] | None = None,
@@ -198,6 +202,7 @@ def publish(
             plan=plan,
             revision=revision,
             policy=IdentityPolicy(identity),
+            allow_stale_index=allow_stale_index,
         ).identified(store)
     if layout is None:
         entries = claimed(entries, request)

@@ -73,6 +73,7 @@ def run(config: Config, rank: int, socket: Path, spec: str) -> None:
             plan=config.plan,
             revision=config.revision,
             policy=config.identity,
+            allow_stale_index=config.allow_stale_index,
         )
         for warning in request.survey.warnings:
             log.warning("%s", warning)

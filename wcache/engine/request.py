@@ -63,9 +63,10 @@ def prepare(
     plan: str | None = None,
     revision: str | None = None,
     policy: IdentityPolicy = IdentityPolicy.CONTENT,
+    allow_stale_index: bool = False,
 ) -> Request:
     """Survey and recognise a checkpoint. Raises CheckpointError, PlanError, ConfigError."""
-    found = survey(Path(model), revision=revision)
+    found = survey(Path(model), revision=revision, allow_stale_index=allow_stale_index)
     place = placement or Placement(Sizes(), 0)
     chosen = plan_for(found.config, Path(plan) if plan is not None else None)
     layout = layout_key(found.config, place, dtype, chosen)

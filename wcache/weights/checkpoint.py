@@ -95,10 +95,11 @@ class Checkpoint:
     warnings: tuple[str, ...]
 
 
-def survey(directory: Path | str, *, revision: str | None = None) -> Survey:
+def survey(directory: Path | str, *, revision: str | None = None, allow_stale_index: bool = False) -> Survey:
     """What a checkpoint directory, or a hub cache's repository at `revision`, consists of. Opens no checkpoint file.
 
-    Raises CheckpointError; where several files are bad the message lists each.
+    `allow_stale_index`: an index none of whose files is there is ignored (with a warning) if the files that are there
+    are a complete set. Raises CheckpointError; where several files are bad the message lists each.
     """
     root, commit, names = resolve_directory(Path(directory), revision)
     if CONFIG not in names:
@@ -118,15 +119,18 @@ def survey(directory: Path | str, *, revision: str | None = None) -> Survey:
         # Model code decides something only where config.json says so; elsewhere it may as well be unreadable.
         deciding = [name for name in configs if name.endswith(".json") or "auto_map" in config]
         digests = {name: hashlib.sha256(reading[name].result()).hexdigest() for name in deciding}
-    if index is None or assigned is None:
+    warnings: list[str] = []
+    if index and assigned and _is_stale(assigned, found, root, index, listed, allow_stale_index):
+        warnings.append(f"{index} is stale: none of its {len(assigned)} files is here; it is ignored")
+        weight_map = assigned = index = None
+    if assigned is None:
         complete_set(listed, names, root)
         assigned = listed
-    else:
-        _refuse_absent(assigned, found, root, index, listed)
     files = _all_good([found[name] for name in assigned], root)
     ignored = tuple(sorted(set(listed) - set(assigned)))
-    warnings = (f"not named by {index}, ignored: {describe(ignored)}",) if ignored else ()
-    return Survey(root, tuple(files), weight_map, config, digests, commit, index, ignored, warnings)
+    if ignored:
+        warnings.append(f"not named by {index}, ignored: {describe(ignored)}")
+    return Survey(root, tuple(files), weight_map, config, digests, commit, index, ignored, tuple(warnings))
 
 
 def open_checkpoint(survey: Survey) -> Checkpoint:
@@ -188,18 +192,19 @@ def _look_at(directory: Path, name: str) -> CheckpointFile | CheckpointError:
     return CheckpointFile(name, path, Stamp.of(st), blob)
 
 
-def _refuse_absent(
+def _is_stale(
     assigned: Collection[str],
     found: Mapping[str, CheckpointFile | CheckpointError],
     root: Path,
     index: str,
     listed: Collection[str],
-) -> None:
-    """Raises CheckpointError if files that the index names are not there: missing, or the index is of other files."""
+    allowed: bool,
+) -> bool:
+    """True if the index describes other files than those here, and may be ignored. Raises if files are missing."""
     faults = {n: r for n in assigned if isinstance(r := found[n], CheckpointError)}
     absent = {n: r for n, r in faults.items() if r.fault is CheckpointFault.MISSING_FILE}
     if not absent:
-        return
+        return False
     total = len(assigned)
     # A dangling symlink is listed: the index does describe this directory, but a hub cache's blob is gone.
     if len(absent) < total or absent.keys() & set(listed):
@@ -210,8 +215,14 @@ def _refuse_absent(
     if not listed:
         message = f"{root}: {index} is here, but none of the {total} files it names: {describe(absent)}"
         refuse(CheckpointFault.MISSING_FILE, message, "finish the download")
-    message = f"{root}: {index} is stale: it names {describe(assigned)}, but the files here are {describe(listed)}"
-    refuse(CheckpointFault.STALE_INDEX, message, "remove it if these files are the model, or download it again")
+    if not allowed:
+        message = f"{root}: {index} is stale: it names {describe(assigned)}, but the files here are {describe(listed)}"
+        refuse(
+            CheckpointFault.STALE_INDEX,
+            message,
+            "if these files are the model, remove it or say allow_stale_index; else download it again",
+        )
+    return True
 
 
 def _all_good(results: Iterable[T | CheckpointError], root: Path) -> list[T]:
