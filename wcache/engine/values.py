@@ -144,7 +144,7 @@ def marks(model: nn.Module, holds: Holds) -> dict[str, str]:
             if key in OWN or key in _UNSEEN or type(value) in PLAIN or isinstance(value, torch.Tensor | nn.Module):
                 continue
             if id(value) not in known:
-                known[id(value)] = f"{len(value)} hooks" if _is_hooks(key, value) else _mark(value, holds, 0)
+                known[id(value)] = f"{len(value)} hooks" if _is_hooks(key, value) else _mark(value, holds, set(), 0)
             found[join(name, key)] = known[id(value)]
     return found
 
@@ -153,7 +153,7 @@ def _is_hooks(key: str, value: Any) -> bool:
     return "hooks" in key and isinstance(value, dict)
 
 
-def _mark(value: Any, holds: Holds, depth: int) -> str:
+def _mark(value: Any, holds: Holds, seen: set[int], depth: int) -> str:
     kind = type(value)
     if isinstance(value, nn.Module):
         return "module"
@@ -162,15 +162,16 @@ def _mark(value: Any, holds: Holds, depth: int) -> str:
     if depth > MAX_DEPTH:
         return type_name(kind)
     if isinstance(value, dict):
-        inside = [f"{k!r}: {_mark(v, holds, depth + 1)}" for k, v in _rest(value.items())]
+        inside = [f"{k!r}: {_mark(v, holds, seen, depth + 1)}" for k, v in _rest(value.items())]
     elif isinstance(value, list | tuple):
-        inside = [_mark(v, holds, depth + 1) for _, v in _rest(enumerate(value))]
+        inside = [_mark(v, holds, seen, depth + 1) for _, v in _rest(enumerate(value))]
     elif isinstance(value, set | frozenset):
-        inside = sorted(_mark(v, holds, depth + 1) for v in value)
+        inside = sorted(_mark(v, holds, seen, depth + 1) for v in value)
     elif hasattr(value, "__qualname__"):
         return f"{kind.__name__} {value.__module__}.{value.__qualname__}"
-    elif hasattr(value, "__dict__") and holds(value):
-        inside = [f"{k}: {_mark(v, holds, depth + 1)}" for k, v in _rest(vars(value).items())]
+    elif hasattr(value, "__dict__") and holds(value) and id(value) not in seen:
+        seen.add(id(value))
+        inside = [f"{k}: {_mark(v, holds, seen, depth + 1)}" for k, v in _rest(vars(value).items())]
     else:
         return type_name(kind)
     return f"{type_name(kind)}({', '.join(inside)})"

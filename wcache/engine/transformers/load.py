@@ -277,8 +277,9 @@ def _refuse_invented(info: Any) -> None:
     """Weights that are not in the checkpoint are random: the next start would have others."""
     invented = sorted(info.missing_and_mismatched())
     if invented:
+        more = f" and {len(invented) - 1} more are" if len(invented) > 1 else " is"
         raise PublishError(
-            f"{invented[0]} and {len(invented) - 1} more are not in the checkpoint: Transformers made them up",
+            f"{invented[0]}{more} not in the checkpoint: Transformers made them up",
             hint="train and save the model first, or load the class that the checkpoint was saved from",
         )
     if info.error_msgs or info.conversion_errors:
