@@ -62,7 +62,7 @@ def test_parity(case: str, checkpoint: Any, daemons: Any, child: Any) -> None:
 
 
 def test_a_method_that_hides_its_weights(checkpoint: Any, daemons: Any, child: Any) -> None:
-    """It falls back with its name: nothing is published, a start that may not fall back says why, and the tokens are those of the disk."""
+    """Nothing is published, a start that may not fall back names the method, the tokens are those of the disk."""
     daemon, model = daemons(), checkpoint("int8")
     began = child("start", name="first", model=model, extra=daemon.extra())
     [said] = unusable(began["log"])

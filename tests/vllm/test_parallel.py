@@ -14,6 +14,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from wcache.engine.vllm.parity import differences
+
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 PARALLEL = "[parallel]\ntp_size = 2\n"
 
@@ -103,3 +105,29 @@ def complete(url: str, body: dict[str, Any]) -> str:
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return str(json.loads(answer.read())["choices"][0]["text"])
+
+
+PORTRAITS = """
+from vllm import LLM
+from wcache.engine.vllm.parity import portrait
+engine = LLM({model!r}, load_format="wcache", model_loader_extra_config={extra}, max_model_len=256, enforce_eager=True,
+             kv_cache_memory_bytes=16 << 20, dtype="bfloat16", enable_expert_parallel=True, **{two})
+result = engine.collective_rpc(lambda worker: portrait(worker.model_runner.model))
+engine.llm_engine.engine_core.shutdown()
+"""
+
+
+def test_expert_parallel_ranks_hold_their_own_experts(models: Path, daemons: Any, engines: Any) -> None:
+    """Loaded only: the experts of vLLM's CPU build cannot be run on more than one rank."""
+    ranks = [daemons(r, "ranks = [0, 1]\n" + PARALLEL) for r in (0, 1)]
+    child = engines(ranks[0], VLLM_CPU_OMP_THREADS_BIND="0|1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    cold, warm = (
+        child("evaluate", code=PORTRAITS.format(model=str(models / "qwen3-moe"), extra=extra, two=TWO))
+        for extra in ({}, {"fallback": False})
+    )
+    layouts = [shard.layout for rank in ranks for shard in rank.status().shards]
+    assert [(x.tp_rank, x.ep_size, x.ep_rank) for x in layouts] == [(0, 2, 0), (1, 2, 1)]
+    assert child.log.read_text().count("Mapped ") == 2
+    assert [differences(one, other) for one, other in zip(cold, warm, strict=True)] == [[], []]
+    experts = [{k: v for k, v in rank["tensors"].items() if "w13_weight" in k} for rank in cold]
+    assert experts[0] and experts[0] != experts[1]

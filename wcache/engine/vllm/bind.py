@@ -41,7 +41,7 @@ def skeleton(vllm_config: Any, model_config: Any, prefix: str = "") -> Iterator[
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     with _traces_taken_back(vllm_config), set_default_torch_dtype(model_config.dtype):
-        with torch.device("meta"):
+        with torch.device("meta"), _expert_maps_on(vllm_config.device_config.device):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         yield model
 
@@ -78,6 +78,27 @@ def _traces_taken_back(vllm_config: Any) -> Iterator[None]:
             container.clear()
             container.update(content) if isinstance(container, dict) else container.extend(content)
         raise
+
+
+@contextmanager
+def _expert_maps_on(device: torch.device | str) -> Iterator[None]:
+    """Which experts are this rank's is computed, not loaded, and vLLM looks at it while the model is built."""
+    try:
+        from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+    except ImportError:  # before 0.32
+        yield
+        return
+    make = ExpertMapManager.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.device(device):
+            make(self, *args, **kwargs)
+
+    ExpertMapManager.__init__ = init
+    try:
+        yield
+    finally:
+        ExpertMapManager.__init__ = make
 
 
 def _rotary_cache() -> Any:

@@ -63,6 +63,8 @@ TABLE = (
     Row("unquantized linear", "UnquantizedLinearMethod", Way.SHARED, f"{_ENGINES}[llama]"),
     Row("unquantized embedding, tied or not", "UnquantizedEmbeddingMethod", Way.SHARED, f"{_ENGINES}[qwen3]"),
     Row("unquantized MoE", "UnquantizedFusedMoEMethod", Way.SHARED, f"{_ENGINES}[mixtral]"),
+    Row("unquantized MoE, expert parallel", "UnquantizedFusedMoEMethod", Way.SHARED,
+        "test_parallel.py::test_expert_parallel_ranks_hold_their_own_experts"),
     Row("MLA (W_UK, W_UV)", "MLAAttention", Way.REBUILT, f"{_METHODS}[mla]"),
     Row("FP8, per tensor", "Fp8LinearMethod", Way.SHARED, f"{_METHODS}[fp8]"),
     Row("FP8 MoE", "Fp8MoEMethod", Way.SHARED, why="no run on a GPU yet; vLLM has no CPU kernel for it"),
