@@ -136,8 +136,9 @@ def twin(source: Path, directory: Path, tensor: str) -> Path:
 
 def zero(checkpoint: Path, tensor: str) -> None:
     """Overwrite one tensor's bytes with zeros in place; the headers stay as they are."""
-    index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
-    file = checkpoint / index["weight_map"][tensor]
+    index = checkpoint / "model.safetensors.index.json"
+    name = json.loads(index.read_text())["weight_map"][tensor] if index.exists() else "model.safetensors"
+    file = checkpoint / name
     data = bytearray(file.read_bytes())
     length = int.from_bytes(data[:8], "little")
     begin, end = json.loads(data[8 : 8 + length])[tensor]["data_offsets"]

@@ -3,22 +3,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import struct
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+import inotify
 import pytest
 import tqdm
 import transformers
 from daemons import Daemon
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_IN_OPEN, _IN_NONBLOCK = 0x20, 0x800
-_EVENT = struct.Struct("iIII")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -46,32 +39,5 @@ def daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
 
 @pytest.fixture
 def opened() -> Callable[[Path], object]:
-    """Files of a directory that anybody opens while the block runs (inotify(7): the kernel's word, not a mock's)."""
-
-    @contextmanager
-    def watch(directory: Path) -> Iterator[list[str]]:
-        names: list[str] = []
-        fd = _LIBC.inotify_init1(_IN_NONBLOCK)
-        assert fd >= 0
-        try:
-            assert _LIBC.inotify_add_watch(fd, os.fsencode(directory), _IN_OPEN) >= 0
-            yield names
-            names += _names(fd)
-        finally:
-            os.close(fd)
-
-    return watch
-
-
-def _names(fd: int) -> list[str]:
-    try:
-        data = os.read(fd, 1 << 16)
-    except BlockingIOError:
-        return []
-    names, at = [], 0
-    while at < len(data):
-        *_, length = _EVENT.unpack_from(data, at)
-        at += _EVENT.size
-        names.append(data[at : at + length].rstrip(b"\0").decode())
-        at += length
-    return names
+    """Files of a directory that anybody opens while the block runs."""
+    return inotify.opened

@@ -27,6 +27,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "offloading": ({"cpu_offload_gb": 1}, "", "CPU offloading moves the weights"),
     "prefetching": ({"offload_group_size": 2}, "", "weight prefetching moves the weights"),
     "online quantization": ({"quantization": "fp8"}, "", "online quantization makes weights while loading"),
+    "torchao": ({}, "model_config.quantization=torchao", "torchao weights are tensor subclasses"),
     "another device": ({"load_device": "meta"}, "", "the weights go to another device than the engine's"),
 }  # fmt: skip
 
@@ -39,11 +40,12 @@ arguments = {arguments!r}
 device = arguments.pop("load_device", None)
 made = EngineArgs(**arguments).create_engine_config()
 made.load_config.device = device
-section, _, flag = {flag!r}.rpartition(".")
+path, _, value = {flag!r}.partition("=")
+section, _, flag = path.rpartition(".")
 if flag:
     before = getattr(getattr(made, section), flag)
-    assert before is False, before
-    setattr(getattr(made, section), flag, True)
+    assert before in (False, None), before
+    setattr(getattr(made, section), flag, value or True)
 try:
     support.check(made, made.model_config)
     result = "nothing"
@@ -122,7 +124,7 @@ WeightTransferEngineFactory.register_engine("zeroing", "zeroing_transfer", "Zero
 
 
 def test_lora_works_over_shared_weights_which_are_those_without_it(models: Path, daemons: Any, child: Any) -> None:
-    """With an adapter, cold and warm engines have the disk engine's tokens; one shard is for engines without it, too."""
+    """With an adapter, cold and warm engines have the disk engine's tokens; the shard serves those without it too."""
     daemon, model, adapter = daemons(), str(models / "llama"), str(models / "lora")
 
     def start(how: str, **more: Any) -> list[str]:
