@@ -44,8 +44,10 @@ def install(model: nn.Module) -> None:
 
 def reload_to(model: nn.Module, device: torch.device) -> None:
     """Where a reload makes its tensors: vLLM noted the device under which the model was built, which had no memory."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
+    try:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    except ImportError:  # a vLLM that reloads in another way, if at all
+        return
     for module in model.modules():
         get_layerwise_info(module).restore_device = device
 
