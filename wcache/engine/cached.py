@@ -61,8 +61,9 @@ def cached(
 
     `build` makes the module with all of its submodules, and reads nothing: a hit runs it on the meta device. `load`
     reads and processes weights; only a miss runs it. `key`: text or plain values that say which weights these are
-    (name, version, options). Parameters, buffers, bare tensors and plain attributes that differ from the skeleton come
-    back; `attributes` ("block.limits") names more: plain values of any depth. `device`: where the module lives.
+    (name, version, options). Parameters, buffers, bare tensors and plain attributes of any depth that differ from the
+    skeleton come back; `attributes` ("block.limits") names those that must. What cannot come back (hooks that loading
+    registers, modules it replaces) is said, and not shared. `device`: where the module lives.
     zero_copy parameters are shared: on a CPU what this process writes stays its own, on a GPU a write faults, a
     gradient raises TrainingRefused; `mode="copy"` is the way out. Buffers and bare tensors are private.
     What `build` and `load` raise is raised; Miss only without `fallback`.
