@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers from disk against Transformers from the cache: seconds, CPU seconds, bytes read, greedy equality.
 
-    transformers.py MODEL [--runs N] [--tokens N] [--device cpu|cuda:0]
+    from_pretrained.py MODEL [--runs N] [--tokens N] [--device cpu|cuda:0]
 
 MODEL is a checkpoint directory (scripts/make_model.py makes one), or `random:GB` for a Llama of that size with random
 bfloat16 weights. Starts a daemon of its own in the foreground; each start is a process of its own, and kinds of starts
