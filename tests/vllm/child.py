@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-import kernels
+import vllm_kernels
 
 PROMPTS = [[5, 6, 7, 100, 200], [9, 8, 7], [300, 12, 44, 2, 18, 77, 501]]
 
@@ -34,7 +34,7 @@ class Child:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
-        kernels.emulate()
+        vllm_kernels.emulate()
         self.log = Log()
         logging.getLogger("wcache").addHandler(self.log)
         self.engines: dict[str, Any] = {}

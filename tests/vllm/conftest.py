@@ -135,7 +135,7 @@ class Engines:
             self.process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", str(HERE / "child.py"), str(theirs)],
                 stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=(theirs,), text=True,
-                env={**os.environ, **ENGINE_ENV, **env},
+                env={**os.environ, "PYTHONPATH": str(HERE.parent), **ENGINE_ENV, **env},
             )  # fmt: skip
         os.close(theirs)
         self.answers = os.fdopen(mine)

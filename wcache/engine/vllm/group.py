@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 from wcache.engine import group
-from wcache.engine.group import reason_number, reason_of, words
-
-__all__ = ["Group", "reason_number", "reason_of", "words"]
 
 
 class Group(group.Group):

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from wcache.engine.client import as_miss
+from wcache.engine.election import say_mapped, say_missed
 from wcache.engine.publish import Publication
 from wcache.engine.vllm import aliases, bind, capture, drafts, guard, methods, options, session, writeback
 from wcache.engine.vllm.disk import DiskLoader, unpacked_linear
@@ -26,7 +28,6 @@ from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.plugin import share_handlers
 from wcache.engine.vllm.session import Outcome
 from wcache.errors import Miss, StructureError, WcacheError
-from wcache.log import MISSED, fields
 from wcache.model import MissReason, Mode
 
 log = logging.getLogger(__name__)
@@ -119,10 +120,10 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
             bind.complete(model, manifest, tensors, late)
             clock.lap("check")
         guard.reload_to(model, target)
-        self._settle(model, outcome, len(manifest.tensors), private)
+        self._settle(model, outcome, private)
         return model
 
-    def _settle(self, model: nn.Module, outcome: Outcome, count: int, private: int) -> None:
+    def _settle(self, model: nn.Module, outcome: Outcome, private: int) -> None:
         """Keep the lease as long as the model lives, or give the shard back after copying it."""
         held = outcome.attachment
         assert held is not None
@@ -131,7 +132,7 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         else:
             model.__dict__[guard.ATTACHMENT] = held
         guard.install(model)
-        log.info("Mapped %d tensors from the weight cache daemon (%s mode)", count, self.options.mode)
+        say_mapped(held)
         spent = ", ".join(f"{name} {s * 1000:.1f} ms" for name, s in outcome.seconds.items())
         log.info("wcache: %s; %.1f MiB of private copies", spent, private / (1 << 20))
 
@@ -147,11 +148,7 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         assert outcome.error is not None
         if not self.options.fallback:
             raise outcome.error
-        log.warning(
-            "Weight cache unusable (%s); falling back to disk loading",
-            outcome.reason,
-            extra=fields(MESSAGE_ID=MISSED, WCACHE_REASON=outcome.reason.partition(":")[0]),
-        )
+        say_missed(as_miss(outcome.error))
 
     def _from_disk(self, outcome: Outcome, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
         """vLLM's own load, then the publication for the next start; or what another engine published meanwhile."""

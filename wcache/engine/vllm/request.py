@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from wcache import config
+from wcache.engine.group import words
 from wcache.engine.vllm import support
-from wcache.engine.vllm.group import Group, words
+from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.layout import Place, here, layout_key
 from wcache.errors import Miss, WcacheError
 from wcache.model import CPU, IdentityPolicy, MissReason

@@ -19,9 +19,10 @@ from typing import Any
 
 from wcache.engine.client import Attachment, as_miss, attach_shard
 from wcache.engine.election import POINTLESS
+from wcache.engine.group import reason_number, reason_of, words
 from wcache.engine.publish import Publication, begin
 from wcache.engine.vllm import drafts, support
-from wcache.engine.vllm.group import Group, reason_number, reason_of, words
+from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.options import Options
 from wcache.engine.vllm.request import Request, prepare
 from wcache.errors import Miss, WcacheError
@@ -43,11 +44,6 @@ class Outcome:
     attachment: Attachment | None = None
     error: WcacheError | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def reason(self) -> str:
-        code = self.error.reason if isinstance(self.error, Miss) else getattr(self.error, "code", "miss")
-        return f"{code}: {self.error}"
 
     def drop(self, error: WcacheError) -> None:
         """Give the lease back: this engine will not use it after all."""
