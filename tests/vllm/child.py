@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from typing import Any
 
 import vllm_kernels
@@ -157,6 +158,7 @@ def main() -> None:
         try:
             answer = {"ok": getattr(child, command.pop("do"))(**command)}
         except BaseException as e:  # noqa: BLE001 - the test decides what it means
+            traceback.print_exc()
             answer = {"error": f"{type(e).__name__}: {e}"}
         out.write(json.dumps(answer) + "\n")
         out.flush()

@@ -99,7 +99,9 @@ def test_a_draft_that_draws_on_the_targets_own_checkpoint_is_a_shard_of_its_own(
     assert warm[:2] == (tokens, [proposed, right]) and right > proposed / 2
 
 
-def test_target_and_draft_hit_or_miss_each_by_itself(models: Path, daemons: Any, child: Any, copy_of: Any) -> None:
+def test_target_and_draft_hit_or_miss_each_by_itself(
+    models: Path, daemons: Any, child: Any, engines: Any, copy_of: Any
+) -> None:
     """Another draft beside the same target is loaded and published; an engine without a draft has the same target."""
     daemon, twin = daemons(), copy_of(models / "draft", "twin")
     zero(twin, "model.norm.weight")
@@ -115,8 +117,9 @@ def test_target_and_draft_hit_or_miss_each_by_itself(models: Path, daemons: Any,
     alone = child("start", name="alone", extra=daemon.extra(fallback=False), model=str(models / "llama"))
     assert len(mapped(alone["log"])) == 1
     ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    without = child("start", name="ngrams", extra=daemon.extra(fallback=False), model=str(models / "llama"),
-                    speculative_config=ngrams)  # fmt: skip
+    # in a process of its own: after numba, which n-grams import, vLLM 0.32 starts no second engine in one
+    without = engines(daemon)("start", name="ngrams", extra=daemon.extra(fallback=False), model=str(models / "llama"),
+                              speculative_config=ngrams)  # fmt: skip
     assert len(mapped(without["log"])) == 1 and without["tokens"] == alone["tokens"]
 
 
