@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wcache.engine import state
 from wcache.engine.state import Spot
 from wcache.engine.tensors import dtype_name
 from wcache.engine.tensors import tensors_of as tensors_of
@@ -111,13 +112,30 @@ def bind(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tenso
     """Give the parameters, buffers and bare tensors that the skeleton has their memory. Raises StructureError.
 
     Returns the others, which only post-processing makes: `complete` binds them, so that vLLM never writes into them.
+    Helper objects that hold a parameter or buffer as well, such as a router with its layer's bias, get the new one.
     """
-    known = {name for name, _, _ in capture.registered(model)}
+    before = {name: tensor for name, _, tensor in capture.registered(model)}
+    known = {id(tensor): name for name, tensor in before.items()}
+    hanging = list(state.bare(model, census.holds, aliases=True))
+    aliases = [(spot, known[id(spot.tensor)]) for spot in hanging if id(spot.tensor) in known]
     specs = [spec for spec in manifest.tensors if spec.kind is not Kind.ATTRIBUTE]
-    _bind(model, manifest, tensors, [spec for spec in specs if known & set(spec.names)])
-    if len(specs) < len(manifest.tensors):
-        _attributes(model, manifest, tensors)
-    return [spec for spec in specs if not known & set(spec.names)]
+    _bind(model, manifest, tensors, [spec for spec in specs if before.keys() & set(spec.names)])
+    now = {name: tensor for name, _, tensor in capture.registered(model)}
+    own = set(map(id, now.values()))
+    _attributes(model, manifest, tensors, [spot for spot in hanging if id(spot.tensor) not in own])
+    _follow(aliases, now)
+    return [spec for spec in specs if not before.keys() & set(spec.names)]
+
+
+def _follow(aliases: Iterable[tuple[Spot, str]], now: Mapping[str, torch.Tensor]) -> None:
+    """Let these places hold what the model has under their names now."""
+    for spot, name in aliases:
+        if name not in now or spot.tensor is now[name]:
+            continue
+        if isinstance(spot.owner, nn.Module):
+            spot.owner.__dict__[spot.key] = now[name]  # an assignment would make it a parameter there, too
+        else:
+            spot.put(now[name])
 
 
 def _bind(
@@ -165,7 +183,8 @@ def complete(
     """
     _drop_consumed(model, set(manifest.extra.get("consumed", ())))
     _bind(model, manifest, tensors, late)
-    spots = _attributes(model, manifest, tensors)
+    spots = list(capture.bare(model))
+    _attributes(model, manifest, tensors, spots)
     census.restore(model, manifest.attributes)
     left = [*(n for n, _, t in capture.registered(model) if t.is_meta), *(s.path for s in spots if s.now().is_meta)]
     _refuse(
@@ -186,12 +205,11 @@ def _drop_consumed(model: nn.Module, consumed: set[str]) -> None:
             delattr(modules[prefix], leaf)
 
 
-def _attributes(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[Spot]:
-    """Bare tensors: put back what is missing, on meta, or not what was captured. Raises StructureError.
-
-    Returns the places that hold one.
-    """
-    spots = {spot.path: spot for spot in capture.bare(model)}
+def _attributes(
+    model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor], hanging: Iterable[Spot]
+) -> None:
+    """Bare tensors: put back what is missing, on meta, or not what was captured. Raises StructureError."""
+    spots = {spot.path: spot for spot in hanging}
     for spec in manifest.tensors:
         if spec.kind is not Kind.ATTRIBUTE:
             continue
@@ -204,7 +222,6 @@ def _attributes(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torc
                 _refuse([f"{path}: {tuple(captured.shape)} in the shard, {tuple(spot.tensor.shape)} here"])
             if not _equal(spot.tensor, captured):
                 spot.put(captured)
-    return list(spots.values())
 
 
 def _put_new(model: nn.Module, path: str, tensor: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from wcache.engine.client import as_miss
 from wcache.engine.election import say_mapped, say_missed
 from wcache.engine.publish import Publication
-from wcache.engine.vllm import aliases, bind, capture, drafts, guard, methods, options, session, writeback
+from wcache.engine.vllm import bind, capture, drafts, guard, methods, options, session, writeback
 from wcache.engine.vllm.disk import DiskLoader, unpacked_linear
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.plugin import share_handlers
@@ -110,9 +110,7 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
             bind.check(model, manifest, quantized=quantized)
             unwind.enter_context(drafts.aside(model, vllm_config, model_config, manifest.attributes))
             tensors, private = bind.tensors_of(manifest, held.mapping, copy=self.options.mode is Mode.COPY)
-            shared = aliases.of(model)
             late = bind.bind(model, manifest, tensors)
-            aliases.follow(model, shared)
             clock.lap("bind")
             with unpacked_linear(), methods.not_run(methods.rebuilt(model)), weights_already_processed():
                 process_weights_after_loading(model, model_config, target)
