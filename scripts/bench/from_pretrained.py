@@ -69,7 +69,7 @@ def main() -> int:
     args = p.parse_args()
     with tempfile.TemporaryDirectory(prefix="wc-") as scratch:
         os.environ["WCACHE_STATE_DIR"] = f"{scratch}/state"
-        directory = made(args.model, Path(scratch))
+        directory = made(args.model, Path(scratch), args.device)
         size = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
         print(f"{directory.name}: {size / 2**20:.0f} MiB, {args.device}, {platform.processor() or platform.machine()}")
         with daemon(Path(scratch), args.device) as socket:
@@ -115,10 +115,12 @@ def start(directory: Path, socket: str, args: argparse.Namespace, *, drop: bool 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{'plain' if socket == '-' else 'wcache'}{', cold page cache' if drop else ''}: {answer}", file=sys.stderr)
+    return answer
 
 
-def made(model: str, scratch: Path) -> Path:
+def made(model: str, scratch: Path, device: str) -> Path:
     """The checkpoint directory; `random:GB` is made here, a file at a time."""
     if not model.startswith("random:"):
         return Path(model)
@@ -133,7 +135,12 @@ def made(model: str, scratch: Path) -> Path:
         num_key_value_heads=8, vocab_size=128256, dtype="bfloat16", bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     torch.set_default_dtype(torch.bfloat16)
-    LlamaForCausalLM(config).save_pretrained(scratch / "random", max_shard_size="4GB")
+    with torch.device(device):
+        model_made = LlamaForCausalLM(config)
+    model_made.save_pretrained(scratch / "random", max_shard_size="4GB")
+    del model_made
+    if device != "cpu":
+        torch.cuda.empty_cache()
     return scratch / "random"
 
 

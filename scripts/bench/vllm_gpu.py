@@ -127,6 +127,7 @@ def gpu_mib() -> int:
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.out = args, Path(args.out)
+        self.out.mkdir(parents=True, exist_ok=True)
         self.common = ["--max-model-len", "2048", "--gpu-memory-utilization", "0.5", *args.extra]
         self.starts: list[Start] = []
 

@@ -8,13 +8,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_checkpoints as tiny
 from daemons import Daemon
+from torch import distributed
 
+from wcache.engine.transformers import ranks
+from wcache.errors import Miss
 from wcache.model import Origin, RankState
 
 CHILD = Path(__file__).with_name("tp_child.py")
@@ -61,8 +66,8 @@ def test_each_rank_has_its_part_from_the_cache(
     make_daemon: Callable[..., Daemon], short_dir: Path, engine: Callable[..., Any], name: str
 ) -> None:
     directory = tiny.save(name, short_dir / "model")
-    ranks = {"ranks": [0, 1], "parallel": {"tp_size": 2}}
-    daemons = [make_daemon(rank=rank, config=ranks).start() for rank in range(2)]
+    config = {"ranks": [0, 1], "parallel": {"tp_size": 2}}
+    daemons = [make_daemon(rank=rank, config=config).start() for rank in range(2)]
     answers = engine(directory, daemons[0].socket_dir, {"train": True}, {**WARM, "train": True})
     assert sources(answers) == [["disk", "cache"]] * 2
     assert answers[0]["digests"] != answers[1]["digests"]
@@ -76,8 +81,8 @@ def test_a_rank_without_its_part_makes_all_load_and_gets_it_back(
     make_daemon: Callable[..., Daemon], short_dir: Path, engine: Callable[..., Any]
 ) -> None:
     directory = tiny.save("llama-tied", short_dir / "model")
-    ranks = {"ranks": [0, 1], "parallel": {"tp_size": 2}}
-    daemons = [make_daemon(rank=rank, config=ranks).start() for rank in range(2)]
+    config = {"ranks": [0, 1], "parallel": {"tp_size": 2}}
+    daemons = [make_daemon(rank=rank, config=config).start() for rank in range(2)]
     engine(directory, daemons[0].socket_dir, {})
     daemons[1].kill()
     daemons[1].start()
@@ -96,6 +101,25 @@ def test_what_the_ranks_preloaded_is_what_the_engine_asks_for(
         daemon.wait_status(lambda s: s.state in (RankState.READY, RankState.FAILED), "ready", timeout_s=90)
         assert [s.origin for s in daemon.status().shards] == [Origin.PRELOAD], daemon.log
     assert sources(engine(directory, daemons[0].socket_dir, WARM)) == [["cache"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shared"),
+    [
+        ({"pp_size": 1, "fsdp_size": 1, "ep_size": 1}, True),
+        ({"pp_size": 1, "fsdp_size": 1, "enable_expert_parallel": False}, True),  # before Transformers 5.19
+        ({"pp_size": 1, "fsdp_size": 1, "enable_expert_parallel": True}, False),
+        ({"pp_size": 1, "fsdp_size": 2, "ep_size": 1}, False),
+    ],
+)
+def test_only_tensor_parallel_models_are_shared(short_dir: Path, sizes: dict[str, Any], shared: bool) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(distributed_config=SimpleNamespace(tp_size=1, **sizes)))
+    distributed.init_process_group("gloo", init_method=f"file://{short_dir}/meeting", rank=0, world_size=1)
+    try:
+        with nullcontext() if shared else pytest.raises(Miss, match="only tensor parallel"):
+            assert ranks.group_of(model, SimpleNamespace(device_mesh="mesh")).size == 1
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_model_without_a_plan_is_not_put_whole_onto_each_rank(

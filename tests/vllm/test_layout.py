@@ -32,6 +32,7 @@ def test_every_field_that_decides_the_weights_changes_the_key_and_names_itself(
         "unknown environment": ({"environment": {"VLLM_MADE_UP_KERNEL": "1"}}, {"environment"}),
         "log level": ({"environment": {"VLLM_LOGGING_LEVEL": "ERROR"}}, set()),
         "threads": ({"environment": {"VLLM_CPU_OMP_THREADS_BIND": "0"}}, set()),
+        "what vLLM sets for its workers": ({"environment": dict.fromkeys(SET_BY_VLLM, "1")}, set()),
         "scheduling": ({"max_num_seqs": 7, "gpu_memory_utilization": 0.3, "seed": 5}, set()),
         "architecture": ({"model": str(models / "qwen3")}, {"architecture", "extra"}),
         "elsewhere": ({"model": str(copy_of(models / "llama", "elsewhere"))}, set()),
@@ -40,6 +41,11 @@ def test_every_field_that_decides_the_weights_changes_the_key_and_names_itself(
     found = {name: differing(**change) for name, (change, _) in cases.items()}
     assert found == {name: expected for name, (_, expected) in cases.items()}
     assert reference["engine"] == "vllm" and reference["torch_version"] and reference["engine_version"]
+
+
+# Workers have these and a preload has not.
+SET_BY_VLLM = ("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "VLLM_DIST_IDENT", "VLLM_WORKER_MULTIPROC_METHOD",
+               "VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_CUSTOM_ALLREDUCE_ALGO", "VLLM_USE_AOT_COMPILE")  # fmt: skip
 
 
 def test_data_parallel_ranks_differ_only_where_there_are_experts(child: Any, models: Path) -> None:

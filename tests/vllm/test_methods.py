@@ -150,11 +150,14 @@ census.restore = lambda model, changed: child.kept(
 
 
 def test_every_row_of_the_table_names_a_test_that_exists_and_is_in_the_readme() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    tests = Path(__file__).parents[1]
+    readme = (tests.parent / "README.md").read_text()
     for row in TABLE:
         assert re.search(rf"^\| {re.escape(row.what)} \| {row.way} \|", readme, re.MULTILINE), row.what
         if row.test:
             file, _, function = row.test.partition("::")
-            text = (Path(__file__).parent / file).read_text()
-            assert f"def {function.partition('[')[0]}(" in text or not function, row.test
+            name, _, case = function.rstrip("]").partition("[")
+            text = (tests / file).read_text()
+            assert not name or f"def {name}(" in text, row.test
+            assert not case or f'"{case}"' in text, row.test
         assert row.test or row.why, row.what

@@ -83,9 +83,8 @@ class Cast:
         return self.child("start", name=name, model=self.model, extra=self.daemon.extra(**extra))["tokens"]
 
     def changed(self, name: str) -> list[str]:
-        """How an engine's weights differ from the disk engine's; what it answered meanwhile is in its KV cache."""
-        found = differences(self.state, self.child("state", name=name))
-        return [line for line in found if ".kv_cache: " not in line]
+        """How an engine's weights differ from the disk engine's."""
+        return differences(self.state, self.child("state", name=name))
 
     def unharmed(self) -> None:
         """The shard's digests are those of its commit, and a later engine is the disk engine."""

@@ -34,8 +34,8 @@ def group_of(model: Any, load_config: Any) -> Group:
     if getattr(load_config, "device_mesh", None) is None:
         return Group()
     config = getattr(model.config, "distributed_config", None)
-    sizes = {name: getattr(config, f"{name}_size", None) for name in ("pp", "fsdp", "ep")}
-    if set(sizes.values()) != {1}:
+    sizes = {name: getattr(config, f"{name}_size", 1) for name in ("pp", "fsdp", "ep")}  # not every version has all
+    if set(sizes.values()) != {1} or getattr(config, "enable_expert_parallel", False):
         raise Miss(MissReason.UNSUPPORTED, f"only tensor parallel models are shared, this one is spread by {sizes}")
     from torch import distributed
 

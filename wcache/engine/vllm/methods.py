@@ -27,7 +27,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`method`, `scheme`, `kernel`: vLLM's class names; empty is any. `test`: in tests/vllm; empty: none has run."""
+    """`method`, `scheme`, `kernel`: vLLM's class names; empty is any. `test`: below tests/; empty: none has run."""
 
     what: str
     method: str
@@ -54,36 +54,52 @@ class Said:
         return " ".join(filter(None, (self.method, self.scheme, self.kernel)))
 
 
-_ENGINES = "test_engines.py::test_cold_warm_and_copied_engines_are_the_disk_engine"
-_METHODS = "test_methods.py::test_parity"
-_REFUSED = "test_methods.py::test_a_method_that_hides_its_weights"
-_W4 = "CPUWNA16LinearKernel"
+_ENGINES = "vllm/test_engines.py::test_cold_warm_and_copied_engines_are_the_disk_engine"
+_CPU = "vllm/test_methods.py::test_parity"
+_GPU = "gpu/test_vllm.py::test_parity"
+_REFUSED = "vllm/test_methods.py::test_a_method_that_hides_its_weights"
+_FEATURES = "vllm/test_features.py"
+
+_COMPRESSED, _AWQ, _GPTQ = "CompressedTensorsLinearMethod", "AutoAWQMarlinLinearMethod", "AutoGPTQLinearMethod"
+_FP8, _INT4, _INT8 = "CompressedTensorsW8A8Fp8", "CompressedTensorsWNA16", "CompressedTensorsW8A8Int8"
+_CPU_INT4, _MARLIN, _MACHETE = "CPUWNA16LinearKernel", "MarlinLinearKernel", "MacheteLinearKernel"
+_CUTLASS = "CutlassFP8ScaledMMLinearKernel"
 
 TABLE = (
     Row("unquantized linear", "UnquantizedLinearMethod", Way.SHARED, f"{_ENGINES}[llama]"),
     Row("unquantized embedding, tied or not", "UnquantizedEmbeddingMethod", Way.SHARED, f"{_ENGINES}[qwen3]"),
-    Row("unquantized MoE", "UnquantizedFusedMoEMethod", Way.SHARED, f"{_ENGINES}[mixtral]"),
+    Row("unquantized MoE", "UnquantizedFusedMoEMethod", Way.SHARED, f"{_GPU}[moe]"),
     Row("unquantized MoE, expert parallel", "UnquantizedFusedMoEMethod", Way.SHARED,
-        "test_parallel.py::test_expert_parallel_ranks_hold_their_own_experts"),
-    Row("MLA (W_UK, W_UV)", "MLAAttention", Way.REBUILT, f"{_METHODS}[mla]"),
-    Row("FP8, per tensor", "Fp8LinearMethod", Way.SHARED, f"{_METHODS}[fp8]"),
-    Row("FP8 MoE", "Fp8MoEMethod", Way.SHARED, why="no run on a GPU yet; vLLM has no CPU kernel for it"),
-    Row("KV cache scales", "Fp8KVCacheMethod", Way.SHARED, f"{_METHODS}[fp8]"),
+        "vllm/test_parallel.py::test_expert_parallel_ranks_hold_their_own_experts"),
+    Row("MLA (W_UK, W_UV)", "MLAAttention", Way.REBUILT, f"{_GPU}[mla]"),
+    Row("FP8, per tensor", "Fp8LinearMethod", Way.SHARED, f"{_GPU}[fp8]"),
+    Row("FP8, in blocks", "Fp8LinearMethod", Way.SHARED, f"{_GPU}[fp8-block]"),
+    Row("FP8 MoE", "Fp8MoEMethod", Way.SHARED, f"{_GPU}[moe-fp8]"),
+    Row("KV cache scales", "Fp8KVCacheMethod", Way.SHARED, f"{_GPU}[fp8]"),
     Row("KV cache scales of compressed-tensors", "CompressedTensorsKVCacheMethod", Way.REBUILT,
-        f"{_METHODS}[packed-int4]"),
-    Row("compressed-tensors FP8, CPU", "CompressedTensorsLinearMethod", Way.REBUILT, f"{_METHODS}[fp8-channel]",
-        "CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
-    Row("compressed-tensors int4, CPU", "CompressedTensorsLinearMethod", Way.REBUILT, f"{_METHODS}[packed-int4]",
-        "CompressedTensorsWNA16", _W4),
-    Row("AWQ, CPU", "AutoAWQMarlinLinearMethod", Way.REBUILT, f"{_METHODS}[awq]", kernel=_W4),
-    Row("GPTQ, CPU", "AutoGPTQLinearMethod", Way.REBUILT, f"{_METHODS}[gptq]", kernel=_W4),
-    Row("compressed-tensors int8, CPU", "CompressedTensorsLinearMethod", Way.FALLS_BACK, _REFUSED,
-        "CompressedTensorsW8A8Int8", "CPUInt8ScaledMMLinearKernel", "a oneDNN handle owns the packed weights"),
-    Row("AWQ, GPTQ, compressed-tensors on a GPU", "", Way.FALLS_BACK,
-        why="no parity run of Marlin, Machete, CUTLASS yet"),
+        f"{_GPU}[packed-int4]"),
+    Row("compressed-tensors FP8, CUTLASS", _COMPRESSED, Way.REBUILT, f"{_GPU}[fp8-channel]", _FP8, _CUTLASS),
+    Row("compressed-tensors FP8, CPU", _COMPRESSED, Way.REBUILT, f"{_CPU}[fp8-channel]", _FP8,
+        "ChannelWiseTorchFP8ScaledMMLinearKernel"),
+    Row("compressed-tensors int4, Marlin", _COMPRESSED, Way.REBUILT, f"{_GPU}[packed-int4]", _INT4, _MARLIN),
+    Row("compressed-tensors int4, Machete", _COMPRESSED, Way.REBUILT, f"{_GPU}[packed-int4-128]", _INT4, _MACHETE),
+    Row("compressed-tensors int4, CPU", _COMPRESSED, Way.REBUILT, f"{_CPU}[packed-int4]", _INT4, _CPU_INT4),
+    Row("compressed-tensors int8, CUTLASS", _COMPRESSED, Way.REBUILT, f"{_GPU}[int8]", _INT8,
+        "CutlassInt8ScaledMMLinearKernel"),
+    Row("compressed-tensors int8, CPU", _COMPRESSED, Way.FALLS_BACK, _REFUSED, _INT8, "CPUInt8ScaledMMLinearKernel",
+        "a oneDNN handle owns the packed weights"),
+    Row("AWQ, Marlin", _AWQ, Way.REBUILT, f"{_GPU}[awq]", kernel=_MARLIN),
+    Row("AWQ, Machete", _AWQ, Way.REBUILT, f"{_GPU}[awq-128]", kernel=_MACHETE),
+    Row("AWQ, CPU", _AWQ, Way.REBUILT, f"{_CPU}[awq]", kernel=_CPU_INT4),
+    Row("GPTQ, Marlin", _GPTQ, Way.REBUILT, f"{_GPU}[gptq]", kernel=_MARLIN),
+    Row("GPTQ, Machete", _GPTQ, Way.REBUILT, f"{_GPU}[gptq-128]", kernel=_MACHETE),
+    Row("GPTQ, CPU", _GPTQ, Way.REBUILT, f"{_CPU}[gptq]", kernel=_CPU_INT4),
+    Row("ModelOpt FP8, CUTLASS", "ModelOptLinearMethod", Way.REBUILT, f"{_GPU}[modelopt-fp8]", kernel=_CUTLASS),
+    Row("ModelOpt NVFP4, Marlin", "ModelOptLinearMethod", Way.SHARED, f"{_GPU}[nvfp4]",
+        kernel="MarlinNvFp4LinearKernel"),
     Row("MoE of AWQ, GPTQ, compressed-tensors", "", Way.FALLS_BACK, why="its kernels can only be made by loading"),
-    Row("torchao", "TorchAOLinearMethod", Way.FALLS_BACK, "test_features.py", why="tensor subclasses"),
-    Row("online quantization", "", Way.FALLS_BACK, "test_features.py", why="weights are made while loading"),
+    Row("torchao", "TorchAOLinearMethod", Way.FALLS_BACK, _FEATURES, why="tensor subclasses"),
+    Row("online quantization", "", Way.FALLS_BACK, _FEATURES, why="weights are made while loading"),
 )  # fmt: skip
 _REBUILT = tuple(row for row in TABLE if row.way is Way.REBUILT)
 _REFUSALS = tuple(row for row in TABLE if row.way is Way.FALLS_BACK and row.method)
@@ -131,18 +147,19 @@ def unshareable(model: Any) -> str | None:
 @contextmanager
 def not_run(modules: dict[str, Any]) -> Iterator[None]:
     """While it lasts, vLLM's post-processing passes over these modules."""
-    methods = [m.quant_method for m in modules.values() if _method_rebuilt(m)]
+    methods = [(m, m.quant_method) for m in modules.values() if _method_rebuilt(m)]
     hooks = [m for m in modules.values() if _hook_rebuilt(m)]
-    for owner in (*methods, *hooks):
-        owner.process_weights_after_loading = _nothing
-    for method in methods:
-        method.supports_pre_processed_weights = True
+    for module, _ in methods:
+        module.quant_method = None
+    for module in hooks:
+        module.process_weights_after_loading = _nothing
     try:
         yield
     finally:
-        for owner in (*methods, *hooks):
-            vars(owner).pop("process_weights_after_loading", None)
-            vars(owner).pop("supports_pre_processed_weights", None)
+        for module in hooks:
+            del module.process_weights_after_loading
+        for module, method in methods:
+            module.quant_method = method
 
 
 def _nothing(*_: Any) -> None:

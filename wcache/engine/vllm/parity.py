@@ -20,17 +20,30 @@ from wcache.engine.vllm import capture, census
 
 Portrait = dict[str, dict[str, Any]]
 
+_SERVING = "kv_cache"  # what an attention layer is given after the load, and writes while it answers
+
 
 def portrait(model: nn.Module) -> Portrait:
     """`tensors` by name: [kind, class, dtype, shape, stride, SHA-256]; `facts` by path."""
     tensors = {name: [str(kind), type(t).__name__, *_of(t)] for name, kind, t in capture.registered(model)}
-    tensors |= {spot.path: ["attribute", type(spot.tensor).__name__, *_of(spot.tensor)] for spot in capture.bare(model)}
+    bare = [spot for spot in capture.bare(model) if _leaf(spot.path) != _SERVING]
+    tensors |= {spot.path: ["attribute", type(spot.tensor).__name__, *_of(spot.tensor)] for spot in bare}
     return {"tensors": tensors, "facts": census.facts(model)}
 
 
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2].partition("[")[0]
+
+
 def _of(tensor: torch.Tensor) -> list[Any]:
+    return [dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride()), _digest(tensor)]
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return "meta"
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return [dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride()), hashlib.sha256(data).hexdigest()]
+    return hashlib.sha256(data).hexdigest()
 
 
 def differences(disk: Mapping[str, Any], warm: Mapping[str, Any]) -> list[str]:
