@@ -50,6 +50,14 @@ def test_a_manifest_survives_the_wire() -> None:
     assert GOOD.segment_bytes == 4096
 
 
+def test_the_dtype_of_a_manifest_is_that_of_most_bytes() -> None:
+    scale = TensorSpec(("scale",), Kind.PARAMETER, "float32", (12,), (1,), 1)
+    assert msgspec.structs.replace(GOOD, tensors=(*GOOD.tensors, scale)).dtype == "bfloat16"
+    more = TensorSpec(("more",), Kind.PARAMETER, "float32", (5, 5), (5, 1), 1)
+    assert msgspec.structs.replace(GOOD, tensors=(*GOOD.tensors, scale, more)).dtype == "float32"
+    assert msgspec.structs.replace(GOOD, tensors=()).dtype == ""
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

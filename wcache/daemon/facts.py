@@ -54,6 +54,7 @@ class Shard:
     segment_bytes: int
     segments: int
     created: float
+    dtype: str = ""
     restored: bool = False
     state: ShardState = ShardState.RESIDENT
     held: bool = True
@@ -80,7 +81,7 @@ class Shard:
             state=self.state,
             origin=self.origin,
             model=self.model,
-            dtype=layout.dtype,
+            dtype=self.dtype,
             engine=f"{layout.engine} {layout.engine_version}",
             tensors=self.tensors,
             weight_bytes=self.weight_bytes,
@@ -115,6 +116,7 @@ def shard_of(manifest: Manifest, generation: int, *, restored: bool = False) -> 
         segment_bytes=manifest.segment_bytes,
         segments=len(manifest.segments),
         created=manifest.created,
+        dtype=manifest.dtype,
         restored=restored,
     )
 

@@ -58,7 +58,10 @@ class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One resident shard. Bytes: `weight_bytes` of tensors, `segment_bytes` of memory taken. `created`: epoch s."""
+    """One resident shard. Bytes: `weight_bytes` of tensors, `segment_bytes` of memory taken. `created`: epoch s.
+
+    `dtype`: the one that most of its bytes have.
+    """
 
     fingerprint: str
     content: str

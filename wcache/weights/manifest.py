@@ -8,12 +8,13 @@ Names that share one tensor (tied weights) are names of one entry; tensors that 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
 
 from wcache.errors import ManifestError
-from wcache.model import DTYPE_BITS, BackendName, Kind, Origin
+from wcache.model import DTYPE_BITS, BackendName, Kind, Origin, nbytes
 from wcache.weights.fingerprint import Fingerprint
 
 VERSION = 1
@@ -89,6 +90,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def segment_bytes(self) -> int:
         """Bytes of memory the segments take."""
         return sum(s.aligned_size for s in self.segments)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most of the tensors' bytes; empty for a shard without tensors."""
+        sizes = Counter[str]()
+        for tensor in self.tensors:
+            sizes[tensor.dtype] += nbytes(tensor.dtype, tensor.shape)
+        return max(sizes, key=lambda name: sizes[name], default="")
 
 
 _encoder = msgspec.msgpack.Encoder()
