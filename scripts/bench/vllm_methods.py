@@ -127,8 +127,9 @@ def refusals(worker: Any, model: Any) -> dict[str, Any]:
         "reload": lambda: worker.reload_weights(),
         "reload, kernel format": lambda: worker.reload_weights(weights_iterator=zeros(), is_checkpoint_format=False),
         "load_weights": lambda: model.load_weights(zeros()),
-        "reset": lambda: worker.reset_weights(),
     }
+    if hasattr(worker, "reset_weights"):  # since vLLM 0.32
+        asked["reset"] = lambda: worker.reset_weights()
     before, allowed = portrait(model), []
     for what, write in asked.items():
         try:
@@ -176,7 +177,7 @@ class Fork:
             answer = work()
         except BaseException as e:  # vLLM itself may not run this model on this machine
             logging.getLogger(__name__).exception("failed")
-            answer = {"died": f"{type(e).__name__}: {e}"[:300]}
+            answer = {"died": " ".join(f"{type(e).__name__}: {e}".split())[:300]}
         sys.stdout.flush()
         with os.fdopen(write, "w") as pipe:
             json.dump(answer, pipe)

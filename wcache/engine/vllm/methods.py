@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-VERSIONS = "0.32, 0.33"
+VERSIONS = "0.31, 0.32, 0.33"
 
 
 class Way(StrEnum):
