@@ -92,11 +92,12 @@ class OwnConfig(PreTrainedConfig):
 class OwnModel(PreTrainedModel):
     config_class = OwnConfig
 
-    def __init__(self, config):
+    def __init__(self, config, factor=FACTOR):
         super().__init__(config)
+        self.factor = factor
         self.layer = nn.Linear(config.width, config.width)
         self.register_buffer("running", torch.zeros(config.width))
-        self.register_buffer("table", torch.arange(config.width, device="cpu").float() * FACTOR, persistent=False)
+        self.register_buffer("table", torch.arange(config.width, device="cpu").float() * factor, persistent=False)
         self.steps = torch.arange(3, device="cpu")
         self.same = self.running
         self.post_init()
@@ -104,7 +105,7 @@ class OwnModel(PreTrainedModel):
     def _init_weights(self, module):
         super()._init_weights(module)
         if module is self:
-            module.table.copy_(torch.arange(self.config.width).float() * FACTOR)
+            module.table.copy_(torch.arange(self.config.width).float() * self.factor)
 
     def forward(self, x):
         return self.layer(x) + self.running

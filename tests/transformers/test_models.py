@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,11 @@ import tiny_checkpoints as tiny
 import torch
 import transformers
 from daemons import Daemon
+from torch import nn
 
 import wcache
+from wcache.engine.transformers import layout
+from wcache.engine.transformers.drawn import Drawn
 from wcache.errors import ConfigError, Miss, TrainingRefused
 from wcache.model import MissReason
 
@@ -25,8 +29,8 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 @pytest.fixture
 def load(daemon: Daemon) -> Callable[..., Any]:
-    def load(directory: Path, **options: Any) -> Any:
-        return wcache.transformers.from_pretrained(directory, socket_path=daemon.path, **options)
+    def load(directory: Path, *arguments: Any, **options: Any) -> Any:
+        return wcache.transformers.from_pretrained(directory, *arguments, socket_path=daemon.path, **options)
 
     return load
 
@@ -206,6 +210,60 @@ def test_weights_that_transformers_makes_up_are_not_published(
     assert not daemon.status().shards
 
 
+class Quiet(transformers.BertForSequenceClassification):
+    """Tells Transformers to say nothing of a head that is not in the checkpoint."""
+
+    _keys_to_ignore_on_load_missing = ["classifier"]
+
+
+class Zeroed(Quiet):
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # random numbers, first
+        if module is self.classifier:
+            transformers.initialization.zeros_(module.weight)
+
+
+def test_a_head_that_is_made_up_in_silence_is_shared_only_if_it_is_the_same_every_time(
+    daemon: Daemon, short_dir: Path, load: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tiny.save("bert", short_dir / "model")
+    assert source(load(directory, auto_class=Quiet)) == "private"
+    assert "classifier.weight is not in the checkpoint: Transformers made" in caplog.text
+    assert not daemon.status().shards
+    plain = Zeroed.from_pretrained(directory)
+    for model in twice(load, directory, auto_class=Zeroed):
+        equality.same(model, plain)
+
+
+def test_random_numbers_and_memory_that_nobody_wrote_are_told_from_what_overwrites_them() -> None:
+    model, kept = nn.Module(), torch.empty(4)
+    for name in ("drawn", "computed", "unwritten", "cast", "overwritten", "pieces", "unused", "kept"):
+        model.register_buffer(name, torch.zeros(4))
+    model.kept = kept
+    with Drawn() as drawn:
+        torch.nn.init.trunc_normal_(model.drawn)
+        model.computed.copy_(torch.rand(2).repeat(2) + 1)
+        model.unwritten = torch.empty_like(model.drawn)
+        model.cast = torch.empty(4).half()
+        model.overwritten.normal_().copy_(torch.arange(4))
+        pieces = torch.empty(4)
+        pieces[:2], pieces[2:] = 0, torch.arange(2).float().sin()
+        model.pieces.copy_(pieces)
+        torch.randn(4)
+        model.unused.fill_(1)
+    assert drawn.names(model) == ["drawn", "computed", "unwritten", "cast"]
+
+
+def test_files_of_another_format_beside_those_that_transformers_reads_do_not_matter(
+    short_dir: Path, load: Callable[..., Any]
+) -> None:
+    directory = tiny.save("llama-tied", short_dir / "model")
+    load(directory)
+    other = directory / "consolidated.safetensors"
+    safetensors.torch.save_file({"output.weight": torch.zeros(3)}, other, {"format": "pt"})
+    assert source(load(directory, fallback=False)) == "cache"
+
+
 def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_published(
     daemon: Daemon, short_dir: Path, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +297,51 @@ def test_a_model_with_code_of_its_own_comes_back_with_its_bare_tensors(
     with pytest.raises(Miss) as miss:
         load(directory, **options, fallback=False)
     assert miss.value.reason in (MissReason.CONTENT, MissReason.LAYOUT)
+
+
+@pytest.mark.parametrize("way", ["positional", "keyword", "past a configuration"])
+def test_what_is_given_to_a_models_own_constructor_decides(
+    short_dir: Path, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    directory = own_code(short_dir / "own", factor=2)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(short_dir / "modules"))
+    trust = {"trust_remote_code": True}
+    for factor in (3, 4):
+        config = transformers.AutoConfig.from_pretrained(directory, **trust)
+        config.factor = 3
+        past = {"config": config} if way == "past a configuration" else {}
+        positional, given = ((factor,), {}) if way == "positional" else ((), {"factor": factor})
+        plain = transformers.AutoModel.from_pretrained(directory, *positional, **past, **given, **trust)
+        for fallback in (True, False):
+            options = {**past, **given, **trust, "auto_class": "AutoModel", "fallback": fallback}
+            equality.same(load(directory, *positional, **options), plain)
+
+
+def test_a_buffer_with_random_numbers_is_not_shared(
+    daemon: Daemon, short_dir: Path, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = own_code(short_dir / "own", factor=2)
+    source_file = directory / "own.py"
+    source_file.write_text(source_file.read_text().replace("module.table.copy_(", "module.table.normal_() # ("))
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(short_dir / "modules"))
+    made = [load(directory, auto_class="AutoModel", trust_remote_code=True) for _ in range(2)]
+    assert not torch.equal(made[0].table, made[1].table)
+    assert not daemon.status().shards
+
+
+def test_the_source_of_every_module_is_part_of_the_layout(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(short_dir)
+    found = []
+    for scale in (1, 2):
+        (short_dir / f"rotary{scale}.py").write_text(
+            f"import torch\nclass Rotary(torch.nn.Module):\n  scale = {scale}\n"
+        )
+        model = transformers.BertModel(transformers.BertConfig(**tiny.MODELS["bert"][1]))
+        assert layout._code(model) is None
+        model.rotary = importlib.import_module(f"rotary{scale}").Rotary()
+        found.append(layout._code(model))
+    assert None not in found
+    assert found[0] != found[1]
 
 
 def own_code(directory: Path, factor: int) -> Path:

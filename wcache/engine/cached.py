@@ -63,7 +63,8 @@ def cached(
     reads and processes weights; only a miss runs it. `key`: text or plain values that say which weights these are
     (name, version, options). Parameters, buffers, bare tensors and plain attributes of any depth that differ from the
     skeleton come back; `attributes` ("block.limits") names those that must. What cannot come back (hooks that loading
-    registers, modules it replaces) is said, and not shared. `device`: where the module lives.
+    registers, modules it replaces, tensors in sets, slots or closures) is said, and not shared.
+    `device`: where the module lives.
     zero_copy parameters are shared: on a CPU what this process writes stays its own, on a GPU a write faults, a
     gradient raises TrainingRefused; `mode="copy"` is the way out. Buffers and bare tensors are private.
     What `build` and `load` raise is raised; Miss only without `fallback`.
@@ -149,7 +150,7 @@ class _Cached:
                 self._publish(publication, module, before)
             except Exception as e:  # noqa: BLE001 - costs the next start, not this one, whatever the module is made of
                 publication.abort(f"{type(e).__name__}: {e}")
-                log.warning("this start was not published: %s", e)
+                log.warning("this start was not published: %s", str(e))  # the error would keep the module alive
         return module
 
     def _publish(self, publication: Publication, module: Any, before: Skeleton) -> None:

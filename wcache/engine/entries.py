@@ -54,10 +54,13 @@ class Block:
             target.copy_(raw)
 
     def move_parameters(self, base: torch.Tensor) -> None:
-        """Let the parameters of this block stand on `base` (uint8, `size` long); the memory they had is let go."""
+        """Let the parameters of this block stand on `base` (uint8, `size` long), and what shares memory with them.
+
+        The memory they had is let go.
+        """
+        if not any(entry.kind is Kind.PARAMETER for entry in self.entries):
+            return
         for entry in self.entries:
-            if entry.kind is not Kind.PARAMETER:
-                continue
             old = entry.tensor
             new = torch.empty(0, dtype=old.dtype, device=base.device)
             new.set_(base.untyped_storage(), self.offset_of(entry), old.size(), old.stride())

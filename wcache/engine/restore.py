@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from wcache.engine import parts, state, values
-from wcache.engine.snapshot import BARE, GONE, GRAD, NONE, PARTS, TENSOR_TYPES, VALUES, Skeleton
+from wcache.engine.snapshot import BARE, GONE, GRAD, NONE, ORDER, PARTS, TENSOR_TYPES, UNSET, VALUES, Skeleton
 from wcache.engine.state import Spot
 from wcache.errors import StructureError
 from wcache.model import Kind
@@ -42,6 +42,7 @@ def restore(
     def put() -> None:
         _put(model, manifest, tensors, modules, before.places, made)
         _set_values(modules, carried)
+        _sort(modules, manifest.extra.get(ORDER, {}))
 
     return put
 
@@ -75,6 +76,9 @@ def _put(
         for path in spec.names:
             if path in bare:
                 _hang(modules, places, path, value)
+    for path in manifest.extra.get(UNSET, ()):
+        owner, leaf = _place(modules, path)
+        getattr(owner, "__dict__", {}).pop(leaf, None)
     _set_values(modules, manifest.attributes)
     left = [name for name, _, tensor in state.registered(model) if tensor.is_meta]
     _refuse([f"{name}: left without memory" for name in left])
@@ -132,6 +136,9 @@ def _register(modules: Mapping[str, nn.Module], name: str, kind: Kind, value: to
         owner._parameters[leaf] = value  # type: ignore[assignment]
         return
     owner._parameters.pop(leaf, None)
+    old = owner._buffers.get(leaf)
+    if old is not None and type(value) is torch.Tensor:
+        value.__dict__.update(vars(old))
     owner._buffers[leaf] = value
     owner._non_persistent_buffers_set.discard(leaf)
     if kind is Kind.NON_PERSISTENT:
@@ -165,8 +172,24 @@ def _hang(modules: Mapping[str, Any], places: Mapping[str, Spot], path: str, ten
 
 def _set_values(modules: Mapping[str, nn.Module], found: Mapping[str, Any]) -> None:
     for path, value in found.items():
-        where, _, attribute = path.rpartition("@") if "@" in path else path.rpartition(".")
-        prefix, _, leaf = where.rpartition(".")
-        owner = getattr(modules.get(prefix), leaf, None) if "@" in path else modules.get(where)
+        owner, leaf = _place(modules, path)
         if owner is not None:
-            setattr(owner, attribute, value)
+            setattr(owner, leaf, value)
+
+
+def _place(modules: Mapping[str, nn.Module], path: str) -> tuple[Any, str]:
+    """The module or tensor that an attribute ("layer.scale", "layer.weight@note") belongs to, and the attribute."""
+    where, _, leaf = path.rpartition(".")
+    if "@" not in leaf:
+        return modules.get(where), leaf
+    tensor, _, leaf = leaf.rpartition("@")
+    return getattr(modules.get(where), tensor, None), leaf
+
+
+def _sort(modules: Mapping[str, nn.Module], order: Mapping[str, Any]) -> None:
+    for name, (parameters, buffers) in order.items():
+        for registry, names in ((modules[name]._parameters, parameters), (modules[name]._buffers, buffers)):
+            items = {key: registry[key] for key in names if key in registry}
+            items |= {key: item for key, item in registry.items() if key not in items}
+            registry.clear()
+            registry.update(items)

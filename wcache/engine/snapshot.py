@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wcache.engine import parts, state, values
+from wcache.engine import parts, reach, state, values
 from wcache.engine.entries import Entry
 from wcache.engine.parts import Parts
 from wcache.engine.state import Holds, Spot
@@ -28,6 +28,8 @@ from wcache.weights.fingerprint import digest
 _NO_STATE = ("torch.", "builtins.", "collections.", "numpy.", "threading.", "logging.", "functools.", "types.")
 # Keys of what a manifest carries besides tensors and attributes.
 GRAD, BARE, GONE, NONE, TENSOR_TYPES = "requires_grad", "bare", "gone", "none", "parameter_types"
+ORDER = "order"  # names of parameters and of buffers, of modules where loading changed it
+UNSET = "unset"  # plain attributes that loading took away
 PARTS, VALUES = "parts", "values"  # how parameters of several tensors go together; values that are more than plain
 
 
@@ -46,6 +48,7 @@ class Skeleton:
     types: dict[str, str]
     parameters: dict[str, str]  # their types
     marks: dict[str, str]
+    order: dict[str, list[list[str]]]
     places: dict[str, Spot]  # of bare tensors, and of helper objects and containers that may hold them
 
 
@@ -64,6 +67,7 @@ def skeleton(model: nn.Module, holds: Holds = holds) -> Skeleton:
         types,
         _parameter_types(named),
         values.marks(model, holds),
+        _order(model),
         {s.path: s for s in state.places(model, holds)},
     )
 
@@ -73,8 +77,17 @@ def _placed(tensor: torch.Tensor) -> list[Any]:
 
 
 def _types(model: nn.Module) -> dict[str, str]:
-    modules = model.named_modules(remove_duplicate=False)
-    return {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in modules}
+    """By name; a module that goes by several names is what the first of them is."""
+    found: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        known = first.setdefault(id(module), name)
+        found[name] = values.type_name(type(module)) if known == name else f"the same as {known or 'the root'}"
+    return found
+
+
+def _order(model: nn.Module) -> dict[str, list[list[str]]]:
+    return {name: [list(m._parameters), list(m._buffers)] for name, m in model.named_modules()}
 
 
 def _parameter_types(named: list[tuple[str, Kind, torch.Tensor]]) -> dict[str, str]:
@@ -105,32 +118,49 @@ def take(
     back itself. `skip_meta`: bare tensors that the engine itself leaves on the meta device are left out.
     """
     named = list(state.registered(model))
-    spots = [s for s in state.bare(model, holds, aliases=True) if not (skip_meta and s.tensor.is_meta)]
+    spots = list(state.bare(model, holds, aliases=True))
     split = _split(model, named)
-    along = _come_along(spots, split)
-    spots = [s for s in spots if s.path not in along]
+    shared = _shared(split)
+    _check_reach(model, [*(t for _, _, t in named), *(s.tensor for s in spots)], split, shared, skip_meta=skip_meta)
+    spots = [s for s in spots if not (skip_meta and s.tensor.is_meta) and not _comes_along(s.path, shared)]
     _check_rebuildable(model, before, named, spots, split)
     together: dict[str, Any] = {}
     entries = list(_in_parts(state.grouped(_everything(named, spots)), split, together))
-    plain = state.changed(before.values, state.plain_values(model, but=frozenset()))
+    after = state.plain_values(model, but=frozenset())
+    plain = state.changed(before.values, after)
     plain = {path: v for path, v in plain.items() if _is_plain(path, v, within=together)}
-    plain |= {path: _declared(model, path) for path in declared if path not in {s.path for s in spots}}
+    bare = {s.path for s in spots}
+    plain |= {path: _declared(model, path) for path in declared if path not in bare}
     now = {name for name, _, _ in named}
+    inside = {name for said in together.values() for name in said["names"]}
+    unset = before.values.keys() - after.keys() - bare - shared
     extra = {
         GRAD: sorted(n for n, k, t in named if k is Kind.PARAMETER and t.requires_grad),
-        BARE: sorted(s.path for s in spots),
+        BARE: sorted(bare),
         GONE: sorted(before.names - now),
         NONE: sorted(n for n in before.names - now if _is_none(model, n)),
+        ORDER: {name: order for name, order in _order(model).items() if before.order.get(name) != order},
+        UNSET: sorted(path for path in unset if path.rpartition("@")[0] not in inside),
         TENSOR_TYPES: _parameter_types(named),
         PARTS: together,
-        VALUES: _changed(model, before, holds, {*declared, *known, *_shared(split)}),
+        VALUES: _changed(model, before, holds, {*declared, *known, *shared}, inside),
     }
     return Taken(entries, plain, extra)
+
+
+def _check_reach(
+    model: nn.Module, known: list[torch.Tensor], split: Collection[int], shared: Collection[str], *, skip_meta: bool
+) -> None:
+    for found in reach.hidden(model, {id(t) for t in known}, split):
+        if not (skip_meta and found.is_meta) and not _comes_along(found.path, shared):
+            raise PublishError(f"{found.path} keeps a tensor in a {found.holder}, where it cannot be put back")
 
 
 def _is_plain(path: str, value: Any, within: Collection[str]) -> bool:
     """False for what a parameter in parts brings itself. Raises PublishError for text or a number with more to it."""
     if type(value) in state.PLAIN:
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            raise PublishError(f"{path} is a number of {value.bit_length()} bits, which has no plain form")
         return True
     if path.partition("@")[0] in within:
         return False
@@ -148,24 +178,33 @@ def _split(model: nn.Module, named: list[tuple[str, Kind, torch.Tensor]]) -> dic
     return found
 
 
-def _come_along(spots: list[Spot], split: Mapping[int, tuple[str, Parts]]) -> set[str]:
-    """Bare tensors that belong to an object which a module shares with its parameter: that one brings them."""
-    shared = _shared(split)
-    return {s.path for s in spots if any(above in shared for above in _above(s.path))}
+def _comes_along(path: str, shared: Collection[str]) -> bool:
+    """Whether a tensor belongs to an object which a module shares with its parameter: that one brings it."""
+    return path in shared or any(above in shared for above in _above(path))
 
 
 def _shared(split: Mapping[int, tuple[str, Parts]]) -> set[str]:
+    """Where modules keep what their parameters in parts keep as well."""
     return {state.join(n.rpartition(".")[0], a) for n, found in split.values() for a in found.how.get("also", ())}
 
 
-def _changed(model: nn.Module, before: Skeleton, holds: Holds, known: Collection[str]) -> dict[str, Any]:
-    """Attributes beyond plain values that loading set. Raises PublishError for what cannot be carried."""
+def _changed(
+    model: nn.Module, before: Skeleton, holds: Holds, known: Collection[str], inside: Collection[str]
+) -> dict[str, Any]:
+    """Attributes beyond plain values that loading set. Raises PublishError for what cannot be carried.
+
+    `inside`: parameters in parts, which bring their attributes themselves.
+    """
     found: dict[str, Any] = {}
     after = values.marks(model, holds)
     for path in sorted(after.keys() | before.marks.keys()):
         if path in known or after.get(path) == before.marks.get(path):
             continue
         where, _, leaf = path.rpartition(".")
+        if "@" in leaf:
+            if path.rpartition("@")[0] in inside:
+                continue
+            raise PublishError(f"loading changed {path}, an attribute of a tensor that has no plain form")
         if path not in after:
             if leaf in vars(model.get_submodule(where)):
                 continue  # a plain value now
@@ -220,6 +259,10 @@ def _check_rebuildable(
     replaced = sorted(n for n in before.types.keys() | after.keys() if before.types.get(n) != after.get(n))
     if replaced:
         raise PublishError(f"loading replaced or added module {replaced[0] or '<root>'}: it must be built that way")
+    kinds: dict[int, Kind] = {}
+    for name, registered, tensor in named:
+        if kinds.setdefault(id(tensor), registered) is not registered:
+            raise PublishError(f"{name} is a {registered} here and a {kinds[id(tensor)]} elsewhere")
     names = {name for name, _, _ in named}
     for name, kind in _parameter_types(named).items():
         if before.parameters.get(name) != kind and id(model.get_parameter(name)) not in split:

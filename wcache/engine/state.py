@@ -20,7 +20,7 @@ from wcache.engine.entries import Entry
 from wcache.errors import PublishError, StructureError
 from wcache.model import Kind
 
-MAX_DEPTH = 4  # of helper objects below a module
+MAX_DEPTH = 32  # of helper objects below a module; each is seen once
 OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 PLAIN = (bool, int, float, str, type(None))
 
@@ -44,7 +44,7 @@ class Spot:
         if isinstance(self.owner, dict | list):
             self.owner[self.key] = value
         elif not isinstance(self.owner, tuple):
-            setattr(self.owner, self.key, value)
+            vars(self.owner)[self.key] = value  # as it was found there; a frozen dataclass refuses setattr
         elif self.above is None:
             raise StructureError(f"{self.path}: a tensor inside a tuple cannot be replaced")
         else:
@@ -167,14 +167,15 @@ def attribute(module: nn.Module, name: str) -> Any:
 
 
 def plain_values(model: nn.Module, *, but: frozenset[str] = frozenset({"training"})) -> dict[str, Any]:
-    """Plain attributes of modules ("layer.scale") and of parameters ("layer.weight@is_shuffled")."""
+    """Plain attributes of modules ("layer.scale"), of parameters and buffers ("layer.weight@is_shuffled")."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        found |= {join(name, k): v for k, v in vars(module).items() if k not in but and isinstance(v, PLAIN)}
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
+        mine = {k: v for k, v in vars(module).items() if isinstance(v, PLAIN) and v != id(module)}
+        found |= {join(name, k): v for k, v in mine.items() if k not in but}
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
                 where = join(name, leaf)
-                found |= {f"{where}@{k}": v for k, v in vars(parameter).items() if isinstance(v, PLAIN)}
+                found |= {f"{where}@{k}": v for k, v in vars(tensor).items() if isinstance(v, PLAIN)}
     return found
 
 
@@ -184,7 +185,8 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a == b or a != a)
+    """Not a number is the same as itself, and zero is not the same as minus zero."""
+    return type(a) is type(b) and (repr(a) == repr(b) if isinstance(a, float) else a == b)
 
 
 def join(prefix: str, leaf: str) -> str:

@@ -10,20 +10,27 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import hashlib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 from torch import nn
 
-from wcache.engine.state import MAX_DEPTH, OWN, PLAIN, Holds, join
+from wcache.engine.state import OWN, PLAIN, Holds, join
 from wcache.engine.tensors import dtype_name, dtype_of
 from wcache.errors import PublishError, StructureError
 
 _PACKAGES = ("torchao", "bitsandbytes")  # whose types are nothing but their tensors and plain values
 _OBJECTS = ("bitsandbytes.functional:QuantState",)  # besides enums, dataclasses and named tuples
 _UNSEEN = ("extra_repr",)  # what only print() shows
+_SHOWN = (*PLAIN, bytes, bytearray, complex, range, slice, torch.dtype, torch.device, enum.Enum)  # wholly, by repr()
+_CONTAINERS = ("collections.", "types.")  # whose objects have fields of the program's own
+_MAX_DEPTH = 16
 
 
 def type_name(kind: type) -> str:
@@ -136,17 +143,27 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None, owner:
 
 
 def marks(model: nn.Module, holds: Holds) -> dict[str, str]:
-    """What each attribute looks like that is neither a plain value nor a tensor nor a module, by path."""
+    """What each attribute looks like that is neither a plain value nor a tensor nor a module, by path.
+
+    Those of parameters and buffers too ("layer.weight@note").
+    """
     found: dict[str, str] = {}
     known: dict[int, str] = {}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key in OWN or key in _UNSEEN or type(value) in PLAIN or isinstance(value, torch.Tensor | nn.Module):
-                continue
-            if id(value) not in known:
-                known[id(value)] = f"{len(value)} hooks" if _is_hooks(key, value) else _mark(value, holds, set(), 0)
-            found[join(name, key)] = known[id(value)]
+    for path, key, value in _attributes(model):
+        if type(value) in PLAIN or isinstance(value, torch.Tensor | nn.Module):
+            continue
+        if id(value) not in known:
+            known[id(value)] = f"{len(value)} hooks" if _is_hooks(key, value) else _mark(value, holds, set(), 0)
+        found[path] = known[id(value)]
     return found
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    for name, module in model.named_modules():
+        yield from ((join(name, k), k, v) for k, v in vars(module).items() if k not in OWN and k not in _UNSEEN)
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield from ((f"{join(name, leaf)}@{k}", k, v) for k, v in vars(tensor).items())
 
 
 def _is_hooks(key: str, value: Any) -> bool:
@@ -157,24 +174,47 @@ def _mark(value: Any, holds: Holds, seen: set[int], depth: int) -> str:
     kind = type(value)
     if isinstance(value, nn.Module):
         return "module"
-    if isinstance(value, (*PLAIN, torch.dtype, torch.device, enum.Enum)):
+    if isinstance(value, _SHOWN):
         return f"{kind.__name__} {value!r}"
-    if depth > MAX_DEPTH:
+    if depth > _MAX_DEPTH:
         return type_name(kind)
+
+    def mark(item: Any) -> str:
+        return _mark(item, holds, seen, depth + 1)
+
     if isinstance(value, dict):
-        inside = [f"{k!r}: {_mark(v, holds, seen, depth + 1)}" for k, v in _rest(value.items())]
-    elif isinstance(value, list | tuple):
-        inside = [_mark(v, holds, seen, depth + 1) for _, v in _rest(enumerate(value))]
+        inside = [f"{mark(k)}: {mark(v)}" for k, v in _rest(value.items())]
+    elif isinstance(value, list | tuple | deque):
+        inside = [mark(v) for _, v in _rest(enumerate(value))]
     elif isinstance(value, set | frozenset):
-        inside = sorted(_mark(v, holds, seen, depth + 1) for v in value)
+        inside = sorted(map(mark, value))
+    elif isinstance(value, functools.partial):
+        inside = [mark(v) for v in (value.func, value.args, value.keywords)]
     elif hasattr(value, "__qualname__"):
         return f"{kind.__name__} {value.__module__}.{value.__qualname__}"
-    elif hasattr(value, "__dict__") and holds(value) and id(value) not in seen:
+    elif id(value) not in seen and (holds(value) or f"{kind.__module__}.".startswith(_CONTAINERS)):
         seen.add(id(value))
-        inside = [f"{k}: {_mark(v, holds, seen, depth + 1)}" for k, v in _rest(vars(value).items())]
+        inside = [f"{k}: {mark(v)}" for k, v in _rest(_fields(value))]
     else:
-        return type_name(kind)
+        return _contents(value)
     return f"{type_name(kind)}({', '.join(inside)})"
+
+
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(value, "__dict__", {}).items()
+    slots = {n for kind in type(value).__mro__ for n, m in vars(kind).items() if isinstance(m, MemberDescriptorType)}
+    yield from ((name, getattr(value, name)) for name in sorted(slots) if hasattr(value, name))
+
+
+def _contents(value: Any) -> str:
+    """Arrays and random number generators by their bytes; of other objects of libraries nothing is known."""
+    name = type_name(type(value))
+    if isinstance(value, torch.Generator):
+        return f"{name} {hashlib.sha256(value.get_state().numpy().tobytes()).hexdigest()}"
+    if name.startswith("numpy.") and hasattr(value, "tobytes"):
+        data = value.tobytes() if value.dtype.kind != "O" else repr(value.tolist()).encode()
+        return f"{name} {value.dtype} {value.shape} {hashlib.sha256(data).hexdigest()}"
+    return name
 
 
 def _rest(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

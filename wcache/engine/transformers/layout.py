@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -47,6 +48,8 @@ _NO_LAYOUT = frozenset({
 _KNOWN_METHODS = {
     "fp8": None, "compressed-tensors": "compressed-tensors", "torchao": "torchao", "bitsandbytes": "bitsandbytes",
 }  # fmt: skip
+# Whose version is in the key already.
+_KNOWN_CODE = frozenset({"transformers", "torch"}) | sys.stdlib_module_names - {"__main__"}
 
 
 def layout_key(
@@ -72,7 +75,7 @@ def layout_key(
         cuda_version=torch.version.cuda or torch.version.hip,
         extra={
             "class": f"{type(model).__module__}.{type(model).__qualname__}",
-            "code": _code(type(model)),
+            "code": _code(model),
             "config": config,
             "arguments": _arguments(model.config, arguments),
             "structure": before.structure,
@@ -91,7 +94,11 @@ def _settings(config: Any) -> Any:
 
 def _arguments(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """Arguments that reach the model past its configuration."""
-    left = {k: v for k, v in arguments.items() if k not in _SHOWN_ELSEWHERE and not hasattr(config, k)}
+    from transformers import PreTrainedConfig
+
+    # Beside a configuration that is given, nothing goes into the configuration.
+    past = isinstance(arguments.get("config"), PreTrainedConfig)
+    left = {k: v for k, v in arguments.items() if k not in _SHOWN_ELSEWHERE and (past or not hasattr(config, k))}
     return plain(left, "extra.arguments") or None
 
 
@@ -126,14 +133,17 @@ def _capability(device: torch.device) -> str:
     return f"cpu {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _code(model_class: type) -> str | None:
-    """Digest of the model's own source if it is not a part of Transformers."""
-    home = model_class.__module__
-    if home.startswith("transformers."):
-        return None
+def _code(model: Any) -> str | None:
+    """Digest of the source of whatever the model is made of that is no part of Transformers, torch or Python."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN_CODE]
+    files = {file for kind in own for file in _sources(kind)}
+    return digest(sorted([f.name, f.read_bytes().hex()] for f in files)) if files else None
+
+
+def _sources(kind: type) -> list[Path]:
     try:
-        file = Path(inspect.getfile(model_class))
-        files = sorted(file.parent.glob("*.py")) if home.startswith("transformers_modules.") else [file]
-        return digest([[f.name, f.read_bytes().hex()] for f in files])
+        file = Path(inspect.getfile(kind))
+        return list(file.parent.glob("*.py")) if kind.__module__.startswith("transformers_modules.") else [file]
     except (OSError, TypeError) as e:
-        raise Miss(MissReason.UNSUPPORTED, f"the source of {model_class.__qualname__} cannot be read: {e}") from e
+        raise Miss(MissReason.UNSUPPORTED, f"the source of {kind.__qualname__} cannot be read: {e}") from e

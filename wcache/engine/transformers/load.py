@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
 from wcache.engine import snapshot
 from wcache.engine.client import Attachment
@@ -29,6 +31,7 @@ from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import tensors_of
 from wcache.engine.training import frozen, guard
 from wcache.engine.transformers import ranks, seam
+from wcache.engine.transformers.drawn import Drawn, built_at_random
 from wcache.engine.transformers.request import Request, identified, prepare
 from wcache.errors import ConfigError, Miss, PublishError, WcacheError
 from wcache.model import IdentityPolicy, MissReason, Mode
@@ -78,7 +81,9 @@ def from_pretrained(
             state_timeout_s=state_timeout_s,
         )
 
-    loading = Load(Target(place(0), Mode(mode), publish), place, IdentityPolicy(identity), kwargs, fallback=fallback)
+    arguments = {**kwargs, **({"*model_args": model_args} if model_args else {})}
+    target = Target(place(0), Mode(mode), publish)
+    loading = Load(target, place, IdentityPolicy(identity), arguments, fallback=fallback)
     return loading.run(lambda: chosen.from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs))
 
 
@@ -119,6 +124,7 @@ class Load:
     _before: Skeleton | None = None
     _publication: Publication | None = None
     _seen: list[Any] = field(default_factory=list)
+    _random: torch.Tensor = field(default_factory=torch.random.get_rng_state)
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Let Transformers load. Raises Miss without `fallback`, and whatever Transformers raises."""
@@ -161,14 +167,19 @@ class Load:
             return original(model, load_config, loading_info)
         if self.miss is None and self.held is not None:
             return loading_info  # taken as it was after this step
-        info = original(model, load_config, loading_info)
+        if self._publication is None:
+            return original(model, load_config, loading_info)
+        with Drawn() as drawn:
+            info = original(model, load_config, loading_info)
         publication, self._publication = self._publication, None
         if publication is not None:
             try:
+                _refuse_invented(info, drawn.names(model))
                 self._publish(publication, model, load_config, info)
             except Exception as e:  # noqa: BLE001 - a failed publication costs the next start, not this one
                 publication.abort(f"{type(e).__name__}: {e}")
                 self.failed = e if isinstance(e, WcacheError) else PublishError(f"{type(e).__name__}: {e}")
+                self.failed.__traceback__ = None  # whoever keeps the log would keep the model with it
                 log.warning("this start was not published: %s", self.failed)
         return info
 
@@ -195,6 +206,9 @@ class Load:
 
     def _prepare(self, model: Any, files: list[str] | None, load_config: Any, group: Group) -> Request:
         self._before = snapshot.skeleton(model)
+        random = built_at_random(model, self._random)
+        if random is not None:
+            raise Miss(MissReason.UNSUPPORTED, f"{random} was made while random numbers were drawn")
         return prepare(model, files, load_config, self._before, self.arguments, self.policy, group)
 
     def _claim(self, request: Request) -> None:
@@ -243,7 +257,6 @@ class Load:
     def _publish(self, publication: Publication, model: Any, load_config: Any, info: Any) -> None:
         """Publish what Transformers loaded; its parameters move onto the shared memory."""
         assert self._before is not None and self._request is not None
-        _refuse_invented(info)
         if model.config.to_dict() != self._config:
             raise PublishError("loading changed the model's configuration: the next start would have another one")
         if not self._request.unchanged():
@@ -273,9 +286,12 @@ def _check_spread(model: Any, group: Group) -> None:
         )
 
 
-def _refuse_invented(info: Any) -> None:
-    """Weights that are not in the checkpoint are random: the next start would have others."""
-    invented = sorted(info.missing_and_mismatched())
+def _refuse_invented(info: Any, drawn: list[str]) -> None:
+    """Weights that are not in the checkpoint are random: the next start would have others.
+
+    `drawn`: tensors that hold random numbers, whether or not Transformers says so.
+    """
+    invented = sorted(info.missing_and_mismatched()) or drawn
     if invented:
         more = f" and {len(invented) - 1} more are" if len(invented) > 1 else " is"
         raise PublishError(

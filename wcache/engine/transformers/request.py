@@ -40,7 +40,7 @@ class Request:
     def unchanged(self) -> bool:
         """Whether the checkpoint's files are still those that were surveyed."""
         try:
-            now = survey(self.survey.directory)
+            now = _survey([str(f.path) for f in self.survey.files])
         except WcacheError:
             return False
         return (now.files, now.config_digests) == (self.survey.files, self.survey.config_digests)
@@ -94,18 +94,21 @@ def _with_content(query: Query, content: str | None) -> Query:
 
 
 def _survey(files: list[str] | None) -> Survey:
-    """The directory of the files that Transformers resolved; they must be exactly those that an identity covers."""
+    """The directory of the files that Transformers resolved, with these files alone: a variant or another engine's
+    format may lie beside them. Raises Miss if they are not among those that an identity covers."""
     if not files or not all(f.endswith(".safetensors") for f in files):
         raise Miss(MissReason.UNSUPPORTED, "only safetensors checkpoints have an identity")
     try:
         found = survey(Path(files[0]).parent)
     except CheckpointError as e:
         raise Miss(MissReason.UNSUPPORTED, f"the checkpoint has no identity: {e}", hint=e.hint) from e
-    if {Path(f).resolve() for f in files} != {f.path.resolve() for f in found.files}:
+    wanted = {Path(f).resolve() for f in files}
+    read = tuple(f for f in found.files if f.path.resolve() in wanted)
+    if {f.path.resolve() for f in read} != wanted:
         raise Miss(
             MissReason.UNSUPPORTED, f"{found.directory}: Transformers reads other files than the identity covers"
         )
-    return found
+    return replace(found, files=read)
 
 
 def _device(device_map: Mapping[str, Any] | None) -> torch.device:
