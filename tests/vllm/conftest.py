@@ -29,7 +29,8 @@ ENGINE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads that spin cost more than they give where cores are shared
+    "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
 }

@@ -43,6 +43,12 @@ def test_every_field_that_decides_the_weights_changes_the_key_and_names_itself(
     assert reference["engine"] == "vllm" and reference["torch_version"] and reference["engine_version"]
 
 
+def test_a_model_whose_towers_are_left_out_is_another_one(child: Any, models: Path) -> None:
+    base = {"model": str(models / "idefics3"), "dtype": "bfloat16", "max_model_len": 256}
+    extra = {n: child("layout", **base, limit_mm_per_prompt={"image": n})["extra"] for n in (0, 1, 2)}
+    assert extra[1] == extra[2] and extra[0]["multimodal"] == {**extra[1]["multimodal"], "off": ["image"]}
+
+
 # Workers have these and a preload has not.
 SET_BY_VLLM = ("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "VLLM_DIST_IDENT", "VLLM_WORKER_MULTIPROC_METHOD",
                "VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_CUSTOM_ALLREDUCE_ALGO", "VLLM_USE_AOT_COMPILE")  # fmt: skip

@@ -6,16 +6,12 @@
 Runs in the engine. Parameters keep the class and the attributes that vLLM gave them and stand on the mapping; all else
 is private memory of the engine, because an engine may write it. Whatever does not agree is a StructureError that
 names every difference; no tensor is ever made up, and none stays on the meta device.
-Surprising: building a model leaves traces outside it (vLLM's forward context, its cache of rotary embeddings), which
-`skeleton` takes back if the model is not used after all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -24,7 +20,7 @@ from wcache.engine import state
 from wcache.engine.state import Spot
 from wcache.engine.tensors import dtype_name
 from wcache.engine.tensors import tensors_of as tensors_of
-from wcache.engine.vllm import capture, census, methods
+from wcache.engine.vllm import capture, census
 from wcache.errors import Miss, StructureError
 from wcache.model import Difference, Kind, MissReason
 from wcache.weights.fingerprint import ABSENT
@@ -35,88 +31,17 @@ log = logging.getLogger(__name__)
 _SHOWN = 5  # differences that the message names; the error carries all of them
 
 
-@contextmanager
-def skeleton(vllm_config: Any, model_config: Any, prefix: str = "") -> Iterator[nn.Module]:
-    """The model without memory. If the block fails, vLLM is as it was before the model was built."""
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    with _traces_taken_back(vllm_config), set_default_torch_dtype(model_config.dtype):
-        with torch.device("meta"), _expert_maps_on(vllm_config.device_config.device):
-            model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        yield model
-
-
-def unshareable(vllm_config: Any, model_config: Any, prefix: str = "") -> str | None:
-    """Why the model's quantization methods forbid sharing, found out on a skeleton that is thrown away again."""
-    try:
-        with skeleton(vllm_config, model_config, prefix) as model:
-            raise _Seen(methods.unshareable(model))
-    except _Seen as seen:
-        return seen.why
-    except Exception as e:  # noqa: BLE001 - whatever vLLM makes of a skeleton, a real load may still work
-        return f"its skeleton cannot be built: {type(e).__name__}: {e}"
-
-
-class _Seen(Exception):
-    """Leaves `skeleton` as a failure does, so that vLLM is as it was."""
-
-    def __init__(self, why: str | None) -> None:
-        super().__init__(why)
-        self.why = why
-
-
-@contextmanager
-def _traces_taken_back(vllm_config: Any) -> Iterator[None]:
-    compilation = vllm_config.compilation_config
-    held = [getattr(compilation, n, None) for n in ("static_forward_context", "static_all_moe_layers")]
-    held.append(_rotary_cache())
-    before = [(c, c.copy()) for c in held if isinstance(c, dict | list)]
-    try:
-        yield
-    except BaseException:
-        for container, content in before:
-            container.clear()
-            container.update(content) if isinstance(container, dict) else container.extend(content)
-        raise
-
-
-@contextmanager
-def _expert_maps_on(device: torch.device | str) -> Iterator[None]:
-    """Which experts are this rank's is computed, not loaded, and vLLM looks at it while the model is built."""
-    try:
-        from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
-    except ImportError:  # before 0.32
-        yield
-        return
-    make = ExpertMapManager.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with torch.device(device):
-            make(self, *args, **kwargs)
-
-    ExpertMapManager.__init__ = init
-    try:
-        yield
-    finally:
-        ExpertMapManager.__init__ = make
-
-
-def _rotary_cache() -> Any:
-    from vllm.model_executor.layers import rotary_embedding
-
-    return getattr(rotary_embedding, "_ROPE_DICT", None)
-
-
 def bind(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     """Give the parameters, buffers and bare tensors that the skeleton has their memory. Raises StructureError.
 
     Returns the others, which only post-processing makes: `complete` binds them, so that vLLM never writes into them.
     Helper objects that hold a parameter or buffer as well, such as a router with its layer's bias, get the new one.
     """
+    _remove(model, manifest.extra.get("removed", ()))
     before = {name: tensor for name, _, tensor in capture.registered(model)}
     known = {id(tensor): name for name, tensor in before.items()}
-    hanging = list(state.bare(model, census.holds, aliases=True))
+    absent = _absent(manifest)
+    hanging = [s for s in state.bare(model, census.holds, aliases=True) if s.path not in absent]
     aliases = [(spot, known[id(spot.tensor)]) for spot in hanging if id(spot.tensor) in known]
     specs = [spec for spec in manifest.tensors if spec.kind is not Kind.ATTRIBUTE]
     _bind(model, manifest, tensors, [spec for spec in specs if before.keys() & set(spec.names)])
@@ -125,6 +50,15 @@ def bind(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tenso
     _attributes(model, manifest, tensors, [spot for spot in hanging if id(spot.tensor) not in own])
     _follow(aliases, now)
     return [spec for spec in specs if not before.keys() & set(spec.names)]
+
+
+def _remove(model: nn.Module, names: Iterable[str]) -> None:
+    """Modules that are gone once the weights are loaded."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        prefix, _, leaf = name.rpartition(".")
+        if prefix in modules:
+            modules[prefix]._modules.pop(leaf, None)
 
 
 def _follow(aliases: Iterable[tuple[Spot, str]], now: Mapping[str, torch.Tensor]) -> None:
@@ -167,10 +101,13 @@ def _bind(
 def _parameter(module: nn.Module, leaf: str, tensor: torch.Tensor, *, plain: bool) -> nn.Parameter:
     """A parameter over `tensor`; unless it is to be plain, with the class and attributes of the one it replaces."""
     old = module._parameters.get(leaf)
+    return nn.Parameter(tensor, requires_grad=False) if old is None or plain else _like(old, tensor)
+
+
+def _like(old: nn.Parameter, tensor: torch.Tensor) -> nn.Parameter:
     parameter = nn.Parameter(tensor, requires_grad=False)
-    if old is not None and not plain:
-        parameter.__class__ = old.__class__
-        parameter.__dict__.update(old.__dict__)
+    parameter.__class__ = old.__class__
+    parameter.__dict__.update(old.__dict__)
     return parameter
 
 
@@ -186,22 +123,27 @@ def complete(
     spots = list(capture.bare(model))
     _attributes(model, manifest, tensors, spots)
     census.restore(model, manifest.attributes)
-    left = [*(n for n, _, t in capture.registered(model) if t.is_meta), *(s.path for s in spots if s.now().is_meta)]
+    left = {*(n for n, _, t in capture.registered(model) if t.is_meta), *(s.path for s in spots if s.now().is_meta)}
     _refuse(
         [
             *differences(model, manifest, tensors),
             *census.differences(model, manifest.attributes),
-            *(f"{name}: left without memory" for name in left),
+            *(f"{name}: left without memory" for name in sorted(left - _absent(manifest))),
         ]
     )
+
+
+def _absent(manifest: Manifest) -> set[str]:
+    """Tensors that have no memory where the weights were loaded either."""
+    return set(manifest.extra.get("absent", ()))
 
 
 def _drop_consumed(model: nn.Module, consumed: set[str]) -> None:
     """Placeholders that post-processing used up where the weights were loaded, and that hang about here."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name, _, tensor in list(capture.registered(model)):
+    for name, _, _ in list(capture.registered(model)):
         prefix, _, leaf = name.rpartition(".")
-        if tensor.is_meta and name in consumed and hasattr(modules[prefix], leaf):
+        if name in consumed and hasattr(modules[prefix], leaf):
             delattr(modules[prefix], leaf)
 
 
@@ -221,13 +163,19 @@ def _attributes(
             if spot.tensor.is_meta and (spot.tensor.shape, spot.tensor.dtype) != (captured.shape, captured.dtype):
                 _refuse([f"{path}: {tuple(captured.shape)} in the shard, {tuple(spot.tensor.shape)} here"])
             if not _equal(spot.tensor, captured):
-                spot.put(captured)
+                spot.put(_as(spot.tensor, captured))
+
+
+def _as(old: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return _like(old, tensor) if isinstance(old, nn.Parameter) else tensor
 
 
 def _put_new(model: nn.Module, path: str, tensor: torch.Tensor) -> None:
     prefix, _, leaf = path.rpartition(".")
     modules = dict(model.named_modules(remove_duplicate=False))
     if prefix in modules:
+        modules[prefix]._parameters.pop(leaf, None)
+        modules[prefix]._buffers.pop(leaf, None)
         setattr(modules[prefix], leaf, tensor)
 
 
@@ -243,7 +191,8 @@ def differences(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torc
     specs = {name: spec for spec in manifest.tensors if spec.kind is not Kind.ATTRIBUTE for name in spec.names}
     have = {name: (kind, tensor) for name, kind, tensor in capture.registered(model)}
     found = [f"{name}: not in the model" for name in specs.keys() - have.keys()]
-    found += [f"{name}: not in the shard" for name in have.keys() - specs.keys()]
+    absent = {name for name in _absent(manifest) & have.keys() if have[name][1].is_meta}
+    found += [f"{name}: not in the shard" for name in have.keys() - specs.keys() - absent]
     for name in specs.keys() & have.keys():
         found += _difference(name, specs[name], *have[name], tensors[name])
     return sorted(found)
@@ -259,28 +208,27 @@ def _difference(name: str, spec: TensorSpec, kind: Kind, tensor: torch.Tensor, b
     return []
 
 
-def check(model: nn.Module, manifest: Manifest, *, quantized: bool) -> None:
+def check(model: nn.Module, manifest: Manifest) -> None:
     """Before anything is bound: does the shard belong to this skeleton? Raises StructureError, Miss.
 
-    Shapes and dtypes are compared where no quantization method may have changed them.
+    Shapes and dtypes must be those that the publisher's model had before its weights were loaded.
     """
     _same_methods(capture.methods(model), manifest.extra.get("methods", {}))
-    consumed = set(manifest.extra.get("consumed", ()))
-    specs = {name: spec for spec in manifest.tensors for name in spec.names}
+    unpublished = {*manifest.extra.get("consumed", ()), *_absent(manifest)}
+    there = {name: (spec.shape, spec.dtype) for spec in manifest.tensors for name in spec.names}
+    there |= {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest.extra.get("reshaped", {}).items()}
     problems = []
     for name, _, tensor in capture.registered(model):
-        spec = specs.get(name)
-        if spec is None and name not in consumed:
+        here = capture.shape_of(tensor)
+        if name not in there and name not in unpublished:
             problems.append(f"{name}: not in the shard")
-        elif spec is not None and not quantized and (spec.shape, spec.dtype) != _shape_of(tensor):
-            problems.append(
-                f"{name}: {spec.dtype} {spec.shape} in the shard, {tensor.dtype} {tuple(tensor.shape)} here"
-            )
+        elif there.get(name, here) != here:
+            problems.append(f"{name}: {_shape(there[name])} where it was loaded, {_shape(here)} here")
     _refuse(problems)
 
 
-def _shape_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(tensor.shape), dtype_name(tensor.dtype)
+def _shape(shape: capture.Shape) -> str:
+    return f"{shape[1]} {shape[0]}"
 
 
 def _same_methods(here: Mapping[str, str], there: Mapping[str, str]) -> None:

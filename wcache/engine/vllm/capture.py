@@ -21,13 +21,14 @@ from wcache.engine import state
 from wcache.engine.entries import Entry
 from wcache.engine.state import Spot
 from wcache.engine.state import registered as registered
+from wcache.engine.tensors import dtype_name
 from wcache.engine.vllm import census
 from wcache.model import Kind
 
 
 def entries(model: nn.Module) -> list[Entry]:
     """Every tensor of a model that must be published, tied names together."""
-    return state.grouped(_all(model))
+    return state.grouped(found for found in _all(model) if not found[2].is_meta)
 
 
 def _all(model: nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor]]:
@@ -67,34 +68,52 @@ def _is_choice(value: Any) -> bool:
     return isinstance(value, Enum) or (isinstance(value, type) and value.__module__.startswith("vllm."))
 
 
+Shape = tuple[tuple[int, ...], str]  # and the name of the dtype
+_NONE: Shape = ((0,), "")
+
+
+def shape_of(tensor: torch.Tensor) -> Shape:
+    return tuple(tensor.shape), dtype_name(tensor.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Before:
     """A model as it was built, before its weights came."""
 
-    names: frozenset[str]
     facts: census.Facts
     methods: dict[str, str]
-    sizes: dict[str, int]  # elements of each parameter
+    shapes: dict[str, Shape]
+    modules: frozenset[str]
 
     @classmethod
     def of(cls, model: nn.Module) -> Before:
         return cls(
-            frozenset(name for name, _, _ in registered(model)),
             census.facts(model),
             methods(model),
-            {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)},
+            {name: shape_of(tensor) for name, _, tensor in registered(model)},
+            frozenset(dict(model.named_modules(remove_duplicate=False))),
         )
+
+    def removed(self, model: nn.Module) -> list[str]:
+        """Modules that are gone; not those inside them."""
+        gone = self.modules - dict(model.named_modules(remove_duplicate=False)).keys()
+        return sorted(name for name in gone if name.rpartition(".")[0] not in gone)
 
     def consumed(self, model: nn.Module) -> list[str]:
         """Parameters and buffers that the processed model no longer has."""
-        return sorted(self.names - {name for name, _, _ in registered(model)})
+        return sorted(self.shapes.keys() - {name for name, _, _ in registered(model)})
 
     def emptied(self, model: nn.Module) -> list[str]:
         """Parameters whose bytes went where nobody can see them (packed copies inside closures)."""
         now = model.named_parameters(remove_duplicate=False)
-        return sorted(name for name, p in now if p.numel() == 0 and self.sizes.get(name, 0))
+        return sorted(name for name, p in now if p.numel() == 0 and torch.Size(self.shapes.get(name, _NONE)[0]).numel())
+
+    def reshaped(self, model: nn.Module) -> dict[str, Shape]:
+        """What the parameters and buffers were that the processed model has in another shape or dtype."""
+        now = ((name, shape_of(tensor)) for name, _, tensor in registered(model))
+        return {name: self.shapes[name] for name, shape in now if self.shapes.get(name, shape) != shape}
 
 
 def on_meta(model: nn.Module) -> list[str]:
-    """Names of all tensors without memory; empty ones too, since their device is wrong all the same."""
+    """Names of all tensors without memory: what vLLM leaves out of a model that is used in another way."""
     return [name for name, _, tensor in _all(model) if tensor.is_meta]

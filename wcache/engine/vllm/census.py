@@ -16,6 +16,7 @@ import ast
 import functools
 import math
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -26,14 +27,22 @@ from torch import nn
 
 from wcache.engine.state import OWN, PLAIN, join, registered
 
-MAX_DEPTH = 6  # of helper objects below a module
+MAX_DEPTH = 32  # of helper objects below a module; each is seen once
 GONE = {"gone": ""}
 CLASS = "class"  # the key that names a parameter's class
 PLAIN_PARAMETER = {"class": "torch.nn.parameter.Parameter"}
 
-# `training` is set after the load; how a parameter is loaded is no state of a loaded model.
+# `training` is set after the load; how a parameter is loaded is no state of a loaded model; torch.compile leaves notes.
 _IGNORED = frozenset({"training", "weight_loader", "_weight_loader", "_wcache_attachment"})
-_NOT_STATE = ("vllm.config", "vllm.compilation", "vllm.distributed", "vllm.platforms", "vllm.v1.worker", "vllm.logger")
+_NOT_STATE = (
+    "vllm.config",
+    "vllm.compilation",
+    "vllm.distributed",
+    "vllm.platforms",
+    "vllm.v1.worker",
+    "vllm.logger",
+    "vllm.lora",
+)
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 Facts = dict[str, Any]
@@ -89,7 +98,7 @@ def _walk(owner: Any, path: str, names: Names, found: Facts, seen: set[int], dep
     if id(owner) in seen or depth > MAX_DEPTH:
         return
     seen.add(id(owner))
-    for key, value in _items(owner):
+    for key, value in _items(owner, registered_module=id(owner) in names.of_module):
         where = f"{path}[{key!r}]" if isinstance(owner, dict | list | tuple) else join(path, str(key))
         fact = found[where] = names.fact(value)
         if isinstance(fact, dict) and "object" in fact and _opens(value):
@@ -100,13 +109,16 @@ def _opens(value: Any) -> bool:
     return isinstance(value, dict | list | tuple | nn.Module) or (hasattr(value, "__dict__") and holds(value))
 
 
-def _items(owner: Any) -> list[tuple[Any, Any]]:
+def _items(owner: Any, *, registered_module: bool = False) -> list[tuple[Any, Any]]:
+    """What hangs on an object; of a registered module not what it registers, which has names of its own."""
     if isinstance(owner, dict):
         return [(k, v) for k, v in owner.items() if isinstance(k, str | int)]
     if isinstance(owner, list | tuple):
         return list(enumerate(owner))
-    own = OWN if isinstance(owner, nn.Module) else ()
-    return [(k, v) for k, v in vars(owner).items() if k not in _IGNORED and k not in own]
+    own = OWN if registered_module else ()
+    return [
+        (k, v) for k, v in vars(owner).items() if k not in _IGNORED and k not in own and not k.startswith("_dynamo_")
+    ]
 
 
 def _fact(value: Any) -> Any:
@@ -136,7 +148,9 @@ def _callable(value: Any) -> Any:
 
 
 def _container(value: Any) -> Any:
-    """A list, tuple, set or dict of plain values, as itself."""
+    """A list, tuple, set or dict of plain values, as itself; hooks, whose keys torch counts up, as their number."""
+    if type(value) is OrderedDict and all(type(k) is int for k in value):
+        return {"hooks": len(value)}
     if type(value) in (list, tuple, torch.Size) and all(type(v) in PLAIN for v in value):
         return {"list" if type(value) is list else "tuple": list(value)}
     if type(value) is set and all(type(v) is str for v in value):
@@ -163,18 +177,21 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def unrestorable(changed: Facts, prefixes: Iterable[str]) -> str | None:
-    """The first change below one of the modules that only vLLM's own post-processing could make again, in words."""
-    below = tuple(f"{prefix}." for prefix in prefixes)
+def unrestorable(changed: Facts, prefixes: Iterable[str] | None = None) -> str | None:
+    """The first change below one of the modules, or anywhere, that only vLLM itself could make again, in words."""
+    below = ("",) if prefixes is None else tuple(f"{prefix}." for prefix in prefixes)
     for path, fact in sorted(changed.items()):
         if path.startswith(below) and not _plain(fact) and fact != PLAIN_PARAMETER:
             return f"{path} ({', '.join(f'{k} {v}' for k, v in fact.items())})"
     return None
 
 
+_KINDS = frozenset({"object", "callable", "class", "enum", "device", "module", "hooks"})  # only vLLM makes these
+
+
 def _plain(fact: Any) -> bool:
     """Whether `_value` can make it again without vLLM."""
-    return not isinstance(fact, dict) or not {"object", "callable", "class", "enum", "device", "module"} & fact.keys()
+    return not isinstance(fact, dict) or not _KINDS & fact.keys()
 
 
 class Places:
@@ -189,6 +206,8 @@ class Places:
         if path.endswith(f"@{CLASS}") and isinstance(owner, nn.Parameter):
             return {"class": _name(type(owner))}
         value = _get(owner, key)
+        if isinstance(value, torch.Tensor) and isinstance(owner, nn.Module) and key not in vars(owner):
+            return GONE  # parameters and buffers are no facts
         return GONE if value is _NOTHING else self.names.fact(value)
 
     def split(self, path: str) -> tuple[Any, Any]:

@@ -22,9 +22,10 @@ from wcache.engine.vllm.capture import Before
 
 
 class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
-    """vLLM's default loader; `before` and `files` are filled by `load_model`.
+    """vLLM's default loader; `before`, `removed` and `files` are filled by `load_model`.
 
-    `on_bytes` is called with the bytes of the checkpoint that have been read so far.
+    `removed`: modules that served to load the weights and are gone since. `on_bytes` is called with the bytes of the
+    checkpoint that have been read so far.
     """
 
     before: Before | None = None
@@ -33,6 +34,7 @@ class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
         plain = dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
         super().__init__(plain)
         self.files: set[Path] = set()
+        self.removed: list[str] = []
         self.on_bytes: Callable[[int], None] | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -43,6 +45,7 @@ class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         self.before = Before.of(model)
         super().load_weights(model, model_config)
+        self.removed = self.before.removed(model)
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         done = 0
@@ -69,12 +72,25 @@ def unpacked_linear() -> Iterator[None]:
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils as layers
 
-    onednn, sgl = ops._supports_onednn, layers.check_cpu_sgl_kernel
+    onednn, sgl, dispatch = ops._supports_onednn, layers.check_cpu_sgl_kernel, layers.dispatch_cpu_unquantized_gemm
     ops._supports_onednn, layers.check_cpu_sgl_kernel = False, _never
+    layers.dispatch_cpu_unquantized_gemm = _not_packed_again(dispatch)
     try:
         yield
     finally:
         ops._supports_onednn, layers.check_cpu_sgl_kernel = onednn, sgl
+        layers.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _not_packed_again(dispatch: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's kernels for short convolutions read packed weights; such a one no longer looks like a convolution's."""
+    from vllm.model_executor.utils import is_weights_pre_processed
+
+    def once(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not (is_weights_pre_processed() and hasattr(layer, "_cpu_unpacked_conv_weight")):
+            dispatch(layer, *args, **kwargs)
+
+    return once
 
 
 def _never(*_: Any) -> bool:

@@ -10,6 +10,8 @@ without experts are the same shard.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import platform
 from pathlib import Path
@@ -45,6 +47,12 @@ _IRRELEVANT = frozenset({
 # On vLLM's list for its compile cache, but these decide how weights are packed.
 _RELEVANT = frozenset({"VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK"})
 
+_TOWERS = ("language_model_only", "enable_mm_embeds", "mm_encoder_only", "mm_encoder_tp_mode",
+           "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+           "mm_device_do_normalize")  # fmt: skip
+_POOLING = ("modules.json", "config_sentence_transformers.json", "sentence_*_config.json", "*token*.json", "vocab*",
+            "merges.txt", "*.model", "*.pt")  # fmt: skip
+
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_dim",
          "rope_local_base_freq", "original_max_position_embeddings", "max_position_embeddings")  # fmt: skip
 
@@ -73,10 +81,11 @@ def here(vllm_config: Any) -> Place:
     return Place(get_tp_group().rank_in_group, get_pp_group().rank_in_group, dp_rank)
 
 
-def layout_key(vllm_config: Any, model_config: Any, place: Place) -> LayoutKey:
+def layout_key(vllm_config: Any, model_config: Any, place: Place, directory: Path | None = None) -> LayoutKey:
     """The key of one rank's shard of `model_config`, the main model or its draft.
 
-    `vllm_config`: the engine's own. Raises FingerprintError for what has no canonical form.
+    `vllm_config`: the engine's own. `directory`: the checkpoint's, if that is not the model's name.
+    Raises FingerprintError for what has no canonical form.
     """
     import vllm
     from vllm.model_executor.model_loader.utils import get_model_architecture
@@ -108,7 +117,7 @@ def layout_key(vllm_config: Any, model_config: Any, place: Place) -> LayoutKey:
         torch_version=str(torch.__version__),
         cuda_version=torch.version.cuda or getattr(torch.version, "hip", None),
         environment=environment(),
-        extra=_extra(vllm_config, model_config, model_class),
+        extra=_extra(vllm_config, model_config, model_class, directory or Path(model_config.model)),
     )
 
 
@@ -150,7 +159,7 @@ def _backends(vllm_config: Any) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v is not None}
 
 
-def _extra(vllm_config: Any, model_config: Any, model_class: type) -> dict[str, Any]:
+def _extra(vllm_config: Any, model_config: Any, model_class: type, directory: Path) -> dict[str, Any]:
     parallel = vllm_config.parallel_config
     found = {
         "model_class": f"{model_class.__module__}.{model_class.__qualname__}",
@@ -165,8 +174,44 @@ def _extra(vllm_config: Any, model_config: Any, model_class: type) -> dict[str, 
         "device": getattr(vllm_config.load_config, "device", None),
         "lora": _lora(vllm_config, model_config),
         "draft": drafts.facts(vllm_config, model_config),
+        "multimodal": _multimodal(model_config),
+        "pooling": _pooling(model_config, directory),
     }
     return {k: v for k, v in found.items() if v not in (None, {}, "", [1, 1])}
+
+
+def _multimodal(model_config: Any) -> dict[str, Any] | None:
+    """Which towers are left out, and how the others are split and computed."""
+    config = getattr(model_config, "multimodal_config", None)
+    if config is None:
+        return None
+    found = {name: str(v) for name in _TOWERS if (v := getattr(config, name, None)) not in (None, False)}
+    limits = getattr(config, "limit_per_prompt", {})
+    return {**found, "off": sorted(kind for kind in limits if config.get_limit_per_prompt(kind) == 0)}
+
+
+def _pooling(model_config: Any, directory: Path) -> dict[str, str] | None:
+    """Digests of what a pooling model is made of besides its checkpoint files: layers that Sentence Transformers keeps
+    in folders of their own, heads beside the checkpoint, and the tokenizer that says which rows become a head."""
+    if str(getattr(model_config, "runner_type", "")) != "pooling" or not directory.is_dir():
+        return None
+    files = {f for pattern in _POOLING for f in directory.glob(pattern)}
+    for folder in _folders(directory / "modules.json"):
+        files |= set((directory / folder).iterdir()) if folder and (directory / folder).is_dir() else set()
+    return {str(f.relative_to(directory)): _sha256(f) for f in sorted(files) if f.is_file()}
+
+
+def _folders(modules: Path) -> list[str]:
+    if not modules.is_file():
+        return []
+    said = json.loads(modules.read_bytes())
+    listed = said.get("modules", []) if isinstance(said, dict) else said
+    return [str(m.get("path", "")) for m in listed]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _lora(vllm_config: Any, model_config: Any) -> bool | None:

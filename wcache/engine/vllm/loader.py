@@ -9,6 +9,7 @@ Surprising: vLLM makes one loader to ask for external memory and another to load
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -22,11 +23,12 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from wcache.engine.client import as_miss
 from wcache.engine.election import say_mapped, say_missed
 from wcache.engine.publish import Publication
-from wcache.engine.vllm import bind, capture, drafts, guard, methods, options, session, writeback
+from wcache.engine.vllm import bind, drafts, guard, methods, options, session, writeback
 from wcache.engine.vllm.disk import DiskLoader, unpacked_linear
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.plugin import share_handlers
 from wcache.engine.vllm.session import Outcome
+from wcache.engine.vllm.skeleton import preview, skeleton
 from wcache.errors import Miss, StructureError, WcacheError
 from wcache.model import MissReason, Mode
 
@@ -43,6 +45,9 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
         """Bytes of exactly the shards that `load_model` will attach, the draft's included; 0 for a miss."""
+        # vLLM has just collected garbage, will do so several times while it loads and profiles, and freezes the heap
+        # when it has started: done now, those collections need not walk what its imports made, 0.4 s each time.
+        gc.freeze()
         counted = _count(vllm_config, vllm_config.model_config, self.options)
         draft, how = drafts.draft_of(vllm_config), drafts.load_config_of(vllm_config)
         if draft is not None and how.load_format == self.load_config.load_format:
@@ -84,7 +89,7 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
             outcome.drop(e)
         except Exception as e:  # whatever vLLM's own code makes of a skeleton, the disk is still there
             log.debug("binding failed", exc_info=True)
-            outcome.drop(StructureError(f"{type(e).__name__}: {e}"))
+            outcome.drop(StructureError(f"vLLM does not take the shared weights: {type(e).__name__}: {e}"))
         bound = [ok for [ok] in Group.world().gather([int(model is not None)])]
         if model is not None and not all(bound):
             outcome.drop(Miss(MissReason.STRUCTURE, f"rank {bound.index(0)} of this engine could not bind its shard"))
@@ -101,13 +106,12 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         assert held is not None
         manifest, clock = held.manifest, Clock(outcome.seconds)
         target = torch.device(self.load_config.device or vllm_config.device_config.device)
-        with bind.skeleton(vllm_config, model_config, prefix) as model, ExitStack() as unwind:
+        with skeleton(vllm_config, model_config, prefix) as model, ExitStack() as unwind:
             clock.lap("skeleton")
             why = methods.unshareable(model)
             if why is not None:
                 raise Miss(MissReason.UNSUPPORTED, why)
-            quantized = drafts.quantization_of(vllm_config, model_config) is not None
-            bind.check(model, manifest, quantized=quantized)
+            bind.check(model, manifest)
             unwind.enter_context(drafts.aside(model, vllm_config, model_config, manifest.attributes))
             tensors, private = bind.tensors_of(manifest, held.mapping, copy=self.options.mode is Mode.COPY)
             late = bind.bind(model, manifest, tensors)
@@ -134,13 +138,18 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         spent = ", ".join(f"{name} {s * 1000:.1f} ms" for name, s in outcome.seconds.items())
         log.info("wcache: %s; %.1f MiB of private copies", spent, private / (1 << 20))
 
-    @staticmethod
-    def _look_closer(outcome: Outcome, vllm_config: Any, model_config: Any, prefix: str) -> None:
-        """A quantization method that cannot be shared is the reason, and nobody shall wait for its publication."""
-        if outcome.request is not None and drafts.quantization_of(vllm_config, model_config) is not None:
-            why = bind.unshareable(vllm_config, model_config, prefix)
-            if why is not None:
-                outcome.request, outcome.error = None, Miss(MissReason.UNSUPPORTED, why)
+    def _look_closer(self, outcome: Outcome, vllm_config: Any, model_config: Any, prefix: str) -> None:
+        """A model that cannot be shared is the reason on every rank, and nobody shall wait for its publication."""
+        if outcome.request is None:
+            return
+        why = None
+        if session.may_publish(outcome, self.options) or drafts.quantization_of(vllm_config, model_config) is not None:
+            outcome.preview = preview(vllm_config, model_config, prefix)
+            why = outcome.preview.why
+        fine = [ok for [ok] in Group.world().gather([int(why is None)])]
+        if not all(fine):
+            said = why or f"rank {fine.index(0)} of this engine cannot share its part; its log says more"
+            outcome.request, outcome.error = None, Miss(MissReason.UNSUPPORTED, said)
 
     def _refuse_to_fall_back(self, outcome: Outcome) -> None:
         assert outcome.error is not None
@@ -159,9 +168,6 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
             disk = DiskLoader(self.load_config)
             model = disk.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             guard.install(model)
-            left = capture.on_meta(model)
-            if left:
-                raise StructureError(f"tensors without memory after loading from disk: {', '.join(left[:5])}", left)
         if publication is not None:
             with drafts.aside(model, vllm_config, model_config):
                 self._publish(model, disk, publication, outcome)
@@ -172,7 +178,9 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         assert outcome.request is not None
         start = time.perf_counter()
         try:
-            model.__dict__[guard.ATTACHMENT] = writeback.publish(model, disk, publication, outcome.request)
+            model.__dict__[guard.ATTACHMENT] = writeback.publish(
+                model, disk, publication, outcome.request, outcome.preview
+            )
         except WcacheError as e:
             log.warning("wcache: not published: %s", e)
             return

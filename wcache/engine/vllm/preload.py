@@ -24,7 +24,8 @@ from wcache.engine.vllm import writeback
 from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.request import Request, prepare
-from wcache.errors import ConfigError, WcacheError
+from wcache.engine.vllm.skeleton import Preview, preview
+from wcache.errors import ConfigError, PublishError, WcacheError
 from wcache.model import BackendName, Origin
 from wcache.protocol.connection import connect
 from wcache.protocol.messages import Progress
@@ -52,6 +53,9 @@ def run(config: Config, rank: int, socket: Path, spec: str) -> None:
         )  # fmt: skip
     if isinstance(asked, WcacheError):
         raise asked
+    seen = preview(vllm_config, vllm_config.model_config)
+    if seen.why is not None:
+        raise PublishError(seen.why)
     publication = begin(
         asked.query, socket,
         origin=Origin.PRELOAD,
@@ -62,10 +66,10 @@ def run(config: Config, rank: int, socket: Path, spec: str) -> None:
     if publication is None:
         log.info("already resident: nothing to read")
         return
-    _load(vllm_config, publication, asked)
+    _load(vllm_config, publication, asked, seen)
 
 
-def _load(vllm_config: Any, publication: Publication, asked: Request) -> None:
+def _load(vllm_config: Any, publication: Publication, asked: Request, seen: Preview) -> None:
     from vllm.config import set_current_vllm_config
 
     disk, report = DiskLoader(vllm_config.load_config), Report("load", publication.progress)
@@ -73,7 +77,7 @@ def _load(vllm_config: Any, publication: Publication, asked: Request) -> None:
     with writeback.abandoned_on_error(publication), set_current_vllm_config(vllm_config):
         model = disk.load_model(vllm_config=vllm_config, model_config=vllm_config.model_config)
         report.last()
-    attachment = writeback.publish(model, disk, publication, asked)
+    attachment = writeback.publish(model, disk, publication, asked, seen)
     log.info("published %d tensors", len(attachment.manifest.tensors))
     attachment.close()
 

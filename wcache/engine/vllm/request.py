@@ -68,8 +68,9 @@ def _prepare(
     try:
         support.check(vllm_config, model_config)
         place = here(vllm_config)
-        layout = layout_key(vllm_config, model_config, place)
-        found = survey(checkpoint_directory(vllm_config, model_config))
+        directory = checkpoint_directory(vllm_config, model_config)
+        layout = layout_key(vllm_config, model_config, place, directory)
+        found = survey(directory)
         content = _content(found, policy, progress)
     except WcacheError as e:
         return e

@@ -25,6 +25,7 @@ from wcache.engine.vllm import drafts, support
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.options import Options
 from wcache.engine.vllm.request import Request, prepare
+from wcache.engine.vllm.skeleton import Preview
 from wcache.errors import Miss, WcacheError
 from wcache.model import CPU, MissReason, Mode, Origin
 from wcache.protocol.connection import connect
@@ -44,6 +45,7 @@ class Outcome:
     attachment: Attachment | None = None
     error: WcacheError | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    preview: Preview | None = None
 
     def drop(self, error: WcacheError) -> None:
         """Give the lease back: this engine will not use it after all."""
@@ -141,13 +143,19 @@ def _all_or_none(outcome: Outcome, group: Group) -> None:
         outcome.drop(Miss(MissReason.CONTENT, "the ranks of this engine were offered different checkpoints"))
 
 
+def may_publish(outcome: Outcome, options: Options) -> bool:
+    """Whether this rank's daemon may want what this engine is going to load."""
+    pointless = isinstance(outcome.error, Miss) and outcome.error.reason in POINTLESS
+    return outcome.request is not None and options.publish and options.mode is not Mode.COPY and not pointless
+
+
 def elect(outcome: Outcome, options: Options) -> Publication | None:
     """After a miss: the right to publish, or None. May find that others published meanwhile, and attach that."""
     request, group = outcome.request, Group.world()
     if request is None or not options.publish or options.mode is Mode.COPY:
         return None
     publication, state = None, _REFUSED
-    if group.leads and not (isinstance(outcome.error, Miss) and outcome.error.reason in POINTLESS):
+    if group.leads and may_publish(outcome, options):
         publication, state = _begin(request, options, options.state_timeout_s)
     leader = group.gather([state])[0][0]
     if leader == _RESIDENT:

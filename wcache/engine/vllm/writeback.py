@@ -21,6 +21,7 @@ from wcache.engine.publish import Publication
 from wcache.engine.vllm import capture, census, methods
 from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.request import Request
+from wcache.engine.vllm.skeleton import Preview
 from wcache.errors import PublishError
 
 log = logging.getLogger(__name__)
@@ -37,38 +38,62 @@ def abandoned_on_error(publication: Publication | None) -> Iterator[None]:
         raise
 
 
-def publish(model: nn.Module, disk: DiskLoader, publication: Publication, request: Request) -> Attachment:
+def publish(
+    model: nn.Module, disk: DiskLoader, publication: Publication, request: Request, preview: Preview | None
+) -> Attachment:
     """Publish a processed model; returns this process's own lease on it.
 
+    `preview`: what the engines that attach it will start from, and so what is not mentioned to them.
     Raises PublishError for a model that must not be shared, and what the rank answers.
     """
     before = disk.before
-    changed = census.changes(before.facts, census.facts(model)) if before is not None else {}
-    why = _objection(model, disk, request, changed)
+    start = preview.facts if preview is not None else before.facts if before is not None else {}
+    changed = census.changes(start, census.facts(model))
+    why = _objection(model, disk, request, start, changed)
     if why is not None or before is None:
         publication.abort(why or "unknown")
         raise PublishError(why or "unknown")
-    model.requires_grad_(False)  # some of vLLM's layers leave it on; nobody trains here, and shared memory is read-only
+    _not_trained(model)
     return publication.write(
         capture.entries(model),
         repoint=True,
         attributes=changed,
-        extra={"methods": before.methods, "consumed": before.consumed(model)},
+        extra={
+            "methods": before.methods,
+            "consumed": before.consumed(model),
+            "reshaped": before.reshaped(model),
+            "absent": capture.on_meta(model),
+            "removed": disk.removed,
+        },
         model=request.query.model,
     )
 
 
-def _objection(model: nn.Module, disk: DiskLoader, request: Request, changed: census.Facts) -> str | None:
+def _not_trained(model: nn.Module) -> None:
+    """Some of vLLM's layers leave it on; nobody trains here, and shared memory is read-only."""
+    model.requires_grad_(False)
+    for spot in capture.bare(model):
+        if spot.tensor.is_leaf:
+            spot.tensor.requires_grad_(False)
+
+
+def _objection(
+    model: nn.Module, disk: DiskLoader, request: Request, start: census.Facts, changed: census.Facts
+) -> str | None:
     """Why the processed model must not be shared, or None."""
     if disk.before is None:
         return "vLLM did not load the weights through its default loader"
     why = methods.unshareable(model)
     if why is not None:
         return why
+    otherwise = census.unrestorable(census.changes(start, disk.before.facts))
+    if otherwise is not None:
+        return f"vLLM builds this model otherwise without its weights: {otherwise}"
     made = census.unrestorable(changed, methods.rebuilt(model))
     if made is not None:
         return f"post-processing made what cannot be put back: {made}"
-    emptied = disk.before.emptied(model)
+    known = tuple(f"{name}." for name in methods.rebuilt(model))  # whose kernels drop what they do not use
+    emptied = [name for name in disk.before.emptied(model) if not name.startswith(known)]
     if emptied:
         return f"post-processing moved {emptied[0]} and {len(emptied) - 1} more out of sight"
     covered = {f.path.resolve() for f in request.survey.files}
