@@ -249,3 +249,9 @@ def from_wire(code: str, message: str, hint: str, data: Mapping[str, Any]) -> Wc
     if cls is None:
         return ProtocolError(f"{message} (unknown error code {code!r})", hint=hint)
     return cls.rebuild(message, hint, data)
+
+
+def listed(items: Sequence[object], most: int = 5, separator: str = "; ") -> str:
+    """For a message: the first few, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(str(item) for item in items[:most]) + more

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from wcache.daemon.facts import NotHere, Publication, Shard, label
+from wcache.errors import listed
 from wcache.model import Difference, IdentityPolicy, MissReason
 from wcache.protocol.messages import Query
 from wcache.weights.fingerprint import CONTENT_FIELD, Fingerprint, differences, layout_id
@@ -75,6 +76,4 @@ def wrong_device(asked: str, resident: str, weight_bytes: int) -> NotHere:
 
 
 def _sentence(found: list[Difference], nearest: Shard) -> str:
-    text = "; ".join(str(d) for d in found[:3])
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{text}{more} (nearest shard {nearest.name})"
+    return f"{listed(found, 3)} (nearest shard {nearest.name})"

@@ -18,7 +18,7 @@ import torch
 from wcache.engine.entries import Entry
 from wcache.engine.request import Request
 from wcache.engine.tensors import dtype_name, dtype_of
-from wcache.errors import CheckpointError, PublishError
+from wcache.errors import CheckpointError, PublishError, listed
 from wcache.host.fds import OwnedFd, close_all
 from wcache.model import CheckpointFault, Kind
 from wcache.weights.checkpoint import Checkpoint, open_checkpoint
@@ -30,7 +30,6 @@ from wcache.weights.slicing import Piece
 SAMPLED_TENSORS = 64  # spread evenly; each read may be a round trip to a file server
 SAMPLE_BYTES = 4096
 _READS_AT_ONCE = 32
-_SHOWN = 8
 
 
 def claimed(entries: Sequence[Entry], request: Request) -> list[Entry]:
@@ -54,9 +53,8 @@ def claimed(entries: Sequence[Entry], request: Request) -> list[Entry]:
     if not problems:
         problems = list(_other_bytes(checkpoint, found))
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise PublishError(
-            f"these are not the weights of {request.survey.directory}: {'; '.join(problems[:_SHOWN])}{more}",
+            f"these are not the weights of {request.survey.directory}: {listed(problems)}",
             hint="weights that are made otherwise need a layout of their own (layout=)",
         )
     return [entry for _, entry in found]

@@ -17,11 +17,10 @@ from torch import nn
 
 from wcache.engine import state
 from wcache.engine.entries import Entry
-from wcache.errors import StructureError
+from wcache.errors import StructureError, listed
 from wcache.model import Kind
 from wcache.weights.manifest import contiguous_stride
 
-_SHOWN = 8  # differences that the message spells out; the error carries all
 _LOADED = "_is_hf_initialized"  # how Transformers marks a tensor that its initialisation must leave alone
 
 
@@ -173,5 +172,4 @@ def _parameter(old: torch.Tensor, tensor: torch.Tensor, requires_grad: bool) -> 
 
 def _refuse(problems: list[str], what: str, hint: str | None = None) -> None:
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise StructureError(f"{what}: {'; '.join(problems[:_SHOWN])}{more}", problems, hint=hint)
+        raise StructureError(f"{what}: {listed(problems)}", problems, hint=hint)

@@ -16,11 +16,9 @@ from torch import nn
 from wcache.engine import parts, state, values
 from wcache.engine.snapshot import BARE, GONE, GRAD, NONE, ORDER, PARTS, TENSOR_TYPES, UNSET, VALUES, Skeleton
 from wcache.engine.state import Spot
-from wcache.errors import StructureError
+from wcache.errors import StructureError, listed
 from wcache.model import Kind
 from wcache.weights.manifest import Manifest
-
-_SHOWN = 5  # differences that a message names; the error carries all of them
 
 
 def restore(
@@ -99,8 +97,7 @@ def _check(before: Skeleton, manifest: Manifest, bare: set[str], modules: Mappin
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise StructureError(f"module and shard do not agree: {'; '.join(problems[:_SHOWN])}{more}", problems)
+        raise StructureError(f"module and shard do not agree: {listed(problems)}", problems)
 
 
 def _parameter(

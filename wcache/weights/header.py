@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from wcache.errors import CheckpointError
+from wcache.errors import CheckpointError, listed
 from wcache.model import CheckpointFault
 
 MAX_HEADER_BYTES = 512 << 20  # the reference parser stops at 100 MB, which 1.3 million tensors do not fit into
@@ -282,6 +282,4 @@ def _short(value: object, limit: int = 120) -> str:
 
 def describe(names: Iterable[str], limit: int = 50) -> str:
     """Names for a message, all of them up to `limit`."""
-    listed = list(names)
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(_short(name) for name in listed[:limit]) + more
+    return listed([_short(name) for name in names], limit, ", ")

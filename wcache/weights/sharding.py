@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from wcache.errors import CheckpointError, ConfigError, PlanError
+from wcache.errors import CheckpointError, ConfigError, PlanError, listed
 from wcache.model import CheckpointFault, Placement, Sizes, nbytes
 from wcache.weights.checkpoint import Checkpoint, TensorEntry
 from wcache.weights.expression import choices, config_value, fill, pattern, size
@@ -153,8 +153,7 @@ def _check_required(sharding: _Sharding, names: Iterable[str]) -> None:
 
 def _refuse_missing(missing: list[str]) -> None:
     if missing:
-        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise CheckpointError(CheckpointFault.MISSING_TENSOR, f"the checkpoint lacks {listed}")
+        raise CheckpointError(CheckpointFault.MISSING_TENSOR, f"the checkpoint lacks {listed(missing, 8, ', ')}")
 
 
 @dataclass(slots=True)

@@ -21,14 +21,12 @@ from wcache.engine.state import Spot
 from wcache.engine.tensors import dtype_name
 from wcache.engine.tensors import tensors_of as tensors_of
 from wcache.engine.vllm import capture, census
-from wcache.errors import Miss, StructureError
+from wcache.errors import Miss, StructureError, listed
 from wcache.model import Difference, Kind, MissReason
 from wcache.weights.fingerprint import ABSENT
 from wcache.weights.manifest import Manifest, TensorSpec
 
 log = logging.getLogger(__name__)
-
-_SHOWN = 5  # differences that the message names; the error carries all of them
 
 
 def bind(model: nn.Module, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
@@ -243,5 +241,4 @@ def _same_methods(here: Mapping[str, str], there: Mapping[str, str]) -> None:
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise StructureError(f"model and shard do not agree: {'; '.join(problems[:_SHOWN])}{more}", problems)
+        raise StructureError(f"model and shard do not agree: {listed(problems)}", problems)
