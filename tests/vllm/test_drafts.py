@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,42 @@ def test_a_draft_has_its_own_shard_and_proposes_the_same_from_disk_cold_warm_and
     for how, found in start.seen.items():
         assert found[:2] == (tokens, drafted), how
         assert [differences(*pair) for pair in zip(states, found[2], strict=True)] == [[], []], how
+
+
+def preloading(models: Path, method: str, **more: Any) -> str:
+    """A rank's configuration that names a target and its draft."""
+    inline = ", ".join(f"{k} = {json.dumps(v)}" for k, v in speculative(models, method, **more).items())
+    return f'''model = "{models / METHODS[method][0]}"
+loader = "vllm"
+dtype = "bfloat16"
+engine_args = {{ max_model_len = 256, speculative_config = {{ {inline} }} }}
+'''
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_preload_brings_the_draft_along(method: str, models: Path, daemons: Any, child: Any) -> None:
+    """When the rank is ready both are there, and they are what an engine would have published."""
+    daemon = daemons(0, preloading(models, method))
+    shards = daemon.wait(lambda s: s.state == "ready", 120).shards
+    assert {(s.layout.role, s.origin) for s in shards} == {("target", "preload"), ("draft", "engine")}
+    start = Starts(child, models / METHODS[method][0], speculative(models, method))
+    assert [line.startswith("Mapped ") for line in start("warm", daemon.extra(fallback=False))] == [True, True]
+    start("disk", daemon.extra(socket_dir="/nowhere"))
+    (tokens, drafted, states), (tokens_of_disk, drafted_of_disk, disk) = start.seen["warm"], start.seen["disk"]
+    assert (tokens, drafted) == (tokens_of_disk, drafted_of_disk) and drafted[0] > 0
+    assert [differences(*pair) for pair in zip(disk, states, strict=True)] == [[], []]
+
+
+def test_a_draft_that_cannot_be_preloaded_is_named_and_the_target_is_ready(
+    models: Path, daemons: Any, copy_of: Any
+) -> None:
+    broken = copy_of(models / "draft", "broken")
+    [weights] = broken.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-8])
+    daemon = daemons(0, preloading(models, "draft_model", model=str(broken)))
+    assert [s.layout.role for s in daemon.wait(lambda s: s.state == "ready", 120).shards] == ["target"]
+    said = daemon.log.read_text()
+    assert "the draft is not preloaded: " in said and weights.name in said
 
 
 def test_a_warm_start_with_a_draft_opens_no_checkpoint_file(models: Path, daemons: Any, child: Any) -> None:

@@ -57,6 +57,18 @@ def load_config_of(vllm_config: Any) -> Any:
     return vllm_config.load_config if own is None or speculative.method == "draft_model" else own
 
 
+def derived(vllm_config: Any) -> tuple[Any, str]:
+    """What vLLM loads the draft with: a configuration made from the engine's own, and a prefix of its layers' names."""
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    alone = vllm_config.speculative_config.method == "draft_model"
+    kind: Any = DraftModelProposer if alone else EagleProposer
+    proposer = kind.__new__(kind)  # of all that it is, only the configuration is asked for
+    proposer.vllm_config, proposer.speculative_config = vllm_config, vllm_config.speculative_config
+    return proposer._create_draft_vllm_config(), "draft_model" if alone else ""
+
+
 def engine_config(vllm_config: Any, model_config: Any) -> Any:
     """The engine's own configuration, whichever one a model is loaded with."""
     from vllm.config import get_current_vllm_config_or_none

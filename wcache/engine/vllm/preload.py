@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from wcache.engine.loader import Report, device_of
 from wcache.engine.publish import Publication, begin
 from wcache.engine.rendezvous import meet
 from wcache.engine.tensors import torch_device
-from wcache.engine.vllm import writeback
+from wcache.engine.vllm import drafts, writeback
 from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.request import Request, prepare
@@ -29,6 +30,7 @@ from wcache.errors import ConfigError, PublishError, WcacheError
 from wcache.model import BackendName, Origin
 from wcache.protocol.connection import connect
 from wcache.protocol.messages import Progress
+from wcache.weights.checkpoint import open_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -41,45 +43,84 @@ _TAKEN = {
 
 
 def run(config: Config, rank: int, socket: Path, spec: str) -> None:
-    """Make the configured rank's shard resident. Raises WcacheError."""
+    """Make the configured rank's shard resident, and its draft's if one is configured. Raises WcacheError."""
     _check(config)
     vllm_config, device = vllm_config_of(config, rank), device_for(config, rank)
     form_group(vllm_config, config, rank, device, socket.parent)
-    with connect(socket, role="loader", name="loader") as connection:
-        hashing = Report("identify", lambda info: connection.send(Progress(progress=info)))
-        asked = prepare(
-            vllm_config, vllm_config.model_config, config.identity, Group.world(),
-            lambda done, total: hashing(bytes_done=done, bytes_total=total),
+    to_load = Wanted(config, socket, vllm_config, vllm_config.model_config, vllm_config)
+    to_load.load(origin=Origin.PRELOAD, spec=spec)
+    if drafts.draft_of(vllm_config) is not None:
+        _load_draft(config, socket, vllm_config)
+
+
+def _load_draft(config: Config, socket: Path, vllm_config: Any) -> None:
+    """The rank's promise is the target: a draft that cannot be had costs the first engine a load, not the start."""
+    try:
+        made, prefix = drafts.derived(vllm_config)
+        Wanted(config, socket, vllm_config, drafts.draft_of(vllm_config), made, prefix).load()
+    except Exception as e:  # whatever vLLM makes of it
+        log.debug("the draft failed", exc_info=True)
+        log.warning("the draft is not preloaded: %s: %s", type(e).__name__, e)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One model to load. `vllm_config`: the engine's own, of which the key is made; `made`: what it is loaded with."""
+
+    config: Config
+    socket: Path
+    vllm_config: Any
+    model_config: Any
+    made: Any
+    prefix: str = ""
+
+    def load(self, *, origin: Origin = Origin.ENGINE, spec: str | None = None) -> None:
+        """Load and publish, unless it is resident. Raises WcacheError. Collective."""
+        asked, config = self._request(), self.config
+        seen = preview(self.made, self.model_config, self.prefix)
+        if seen.why is not None:
+            raise PublishError(seen.why)
+        publication = begin(
+            asked.query, self.socket,
+            origin=origin,
+            bytes_total=asked.survey.size // (config.parallel.tp_size * config.parallel.pp_size),
+            spec=spec, name="loader", device=asked.device,
+            wait_s=config.timeouts.state_s, connect_timeout_s=config.timeouts.connect_s,
         )  # fmt: skip
-    if isinstance(asked, WcacheError):
-        raise asked
-    seen = preview(vllm_config, vllm_config.model_config)
-    if seen.why is not None:
-        raise PublishError(seen.why)
-    publication = begin(
-        asked.query, socket,
-        origin=Origin.PRELOAD,
-        bytes_total=asked.survey.size // (config.parallel.tp_size * config.parallel.pp_size),
-        spec=spec, name="loader", device=asked.device,
-        wait_s=config.timeouts.state_s, connect_timeout_s=config.timeouts.connect_s,
-    )  # fmt: skip
-    if publication is None:
-        log.info("already resident: nothing to read")
-        return
-    _load(vllm_config, publication, asked, seen)
+        if publication is None:
+            log.info("already resident: nothing to read")
+            return
+        self._publish(publication, asked, seen)
 
+    def _request(self) -> Request:
+        with connect(self.socket, role="loader", name="loader") as connection:
+            hashing = Report("identify", lambda info: connection.send(Progress(progress=info)))
+            asked = prepare(
+                self.vllm_config, self.model_config, self.config.identity, Group.world(),
+                lambda done, total: hashing(bytes_done=done, bytes_total=total),
+            )  # fmt: skip
+        if isinstance(asked, WcacheError):
+            raise asked
+        return asked
 
-def _load(vllm_config: Any, publication: Publication, asked: Request, seen: Preview) -> None:
-    from vllm.config import set_current_vllm_config
+    def _publish(self, publication: Publication, asked: Request, seen: Preview) -> None:
+        from vllm.config import set_current_vllm_config
 
-    disk, report = DiskLoader(vllm_config.load_config), Report("load", publication.progress)
-    disk.on_bytes = lambda done: report(bytes_done=done, bytes_total=asked.survey.size)
-    with writeback.abandoned_on_error(publication), set_current_vllm_config(vllm_config):
-        model = disk.load_model(vllm_config=vllm_config, model_config=vllm_config.model_config)
-        report.last()
-    attachment = writeback.publish(model, disk, publication, asked, seen)
-    log.info("published %d tensors", len(attachment.manifest.tensors))
-    attachment.close()
+        draft = drafts.is_draft(self.vllm_config, self.model_config)
+        how = drafts.load_config_of(self.vllm_config) if draft else self.vllm_config.load_config
+        disk, report = DiskLoader(how), Report("load", publication.progress)
+        disk.on_bytes = lambda done: report(bytes_done=done, bytes_total=asked.survey.size)
+        with writeback.abandoned_on_error(publication), set_current_vllm_config(self.vllm_config):
+            try:
+                model = disk.load_model(vllm_config=self.made, model_config=self.model_config, prefix=self.prefix)
+            except Exception:
+                open_checkpoint(asked.survey)  # which file is damaged, and how, if that is the cause
+                raise
+            report.last()
+            with drafts.aside(model, self.made, self.model_config):
+                attachment = writeback.publish(model, disk, publication, asked, seen)
+        log.info("published %d tensors", len(attachment.manifest.tensors))
+        attachment.close()
 
 
 def _check(config: Config) -> None:
