@@ -60,6 +60,23 @@ def test_what_the_preload_publishes_is_what_an_engine_asks_for(models: Path, dae
     assert warm["tokens"] == alone["tokens"]
 
 
+def test_what_the_ranks_of_a_group_preload_is_what_the_workers_of_an_engine_ask_for(
+    models: Path, daemons: Any, engines: Any
+) -> None:
+    """Workers run with variables of vLLM's own making that a preload does not have."""
+    model = str(models / "llama")
+    config = f'model = "{model}"\nloader = "vllm"\ndtype = "bfloat16"\nranks = [0, 1]\n'
+    ranks = [daemons(r, f"{config}engine_args = {{ max_model_len = 256 }}\n{PARALLEL}") for r in (0, 1)]
+    for rank in ranks:
+        assert [s.origin for s in rank.wait(lambda s: s.state == "ready", 120).shards] == ["preload"]
+    child = engines(ranks[0], VLLM_CPU_OMP_THREADS_BIND="0|1", VLLM_OMP_NUM_THREADS_SET_BY_VLLM="1")
+    warm = child("start", name="warm", model=model, extra={"fallback": False}, **TWO)["tokens"]
+    child("stop", name="warm")
+    assert child.log.read_text().count("Mapped ") == 2
+    assert child("start", name="alone", model=model, extra={"socket_dir": "/nowhere"}, **TWO)["tokens"] == warm
+    child("stop", name="alone")
+
+
 def test_a_server_answers_over_http_from_mapped_weights(
     models: Path, daemons: Any, engines: Any, tmp_path: Path
 ) -> None:
