@@ -29,7 +29,7 @@ from statistics import median
 
 START_TIMEOUT_S = 20.0
 
-# What one engine does; `wcache` None: plain Transformers.
+# What one engine does; the socket "-": plain Transformers.
 ENGINE = """
 import json, sys, time
 import torch, transformers

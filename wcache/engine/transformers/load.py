@@ -167,20 +167,20 @@ class Load:
             return original(model, load_config, loading_info)
         if self.miss is None and self.held is not None:
             return loading_info  # taken as it was after this step
-        if self._publication is None:
+        publication = self._publication
+        if publication is None:
             return original(model, load_config, loading_info)
         with Drawn() as drawn:
             info = original(model, load_config, loading_info)
-        publication, self._publication = self._publication, None
-        if publication is not None:
-            try:
-                _refuse_invented(info, drawn.names(model))
-                self._publish(publication, model, load_config, info)
-            except Exception as e:  # noqa: BLE001 - a failed publication costs the next start, not this one
-                publication.abort(f"{type(e).__name__}: {e}")
-                self.failed = e if isinstance(e, WcacheError) else PublishError(f"{type(e).__name__}: {e}")
-                self.failed.__traceback__ = None  # whoever keeps the log would keep the model with it
-                log.warning("this start was not published: %s", self.failed)
+        self._publication = None
+        try:
+            _refuse_invented(info, drawn.names(model))
+            self._publish(publication, model, load_config, info)
+        except Exception as e:  # noqa: BLE001 - a failed publication costs the next start, not this one
+            publication.abort(f"{type(e).__name__}: {e}")
+            self.failed = e if isinstance(e, WcacheError) else PublishError(f"{type(e).__name__}: {e}")
+            self.failed.__traceback__ = None  # whoever keeps the log would keep the model with it
+            log.warning("this start was not published: %s", self.failed)
         return info
 
     # --- the cache ---------------------------------------------------------------------------------------------------

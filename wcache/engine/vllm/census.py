@@ -25,24 +25,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from wcache.engine.state import OWN, PLAIN, join, registered
+from wcache.engine.state import MAX_DEPTH, OWN, PLAIN, join, registered
 
-MAX_DEPTH = 32  # of helper objects below a module; each is seen once
 GONE = {"gone": ""}
 CLASS = "class"  # the key that names a parameter's class
 PLAIN_PARAMETER = {"class": "torch.nn.parameter.Parameter"}
 
-# `training` is set after the load; how a parameter is loaded is no state of a loaded model; torch.compile leaves notes.
+# `training` is set after the load; how a parameter is loaded is no state of a loaded model.
 _IGNORED = frozenset({"training", "weight_loader", "_weight_loader", "_wcache_attachment"})
-_NOT_STATE = (
-    "vllm.config",
-    "vllm.compilation",
-    "vllm.distributed",
-    "vllm.platforms",
-    "vllm.v1.worker",
-    "vllm.logger",
-    "vllm.lora",
-)
+_COMPILER = "_dynamo_"  # begins the notes that torch.compile leaves
+_NOT_STATE = ("vllm.config", "vllm.compilation", "vllm.distributed", "vllm.platforms", "vllm.v1.worker", "vllm.logger",
+              "vllm.lora")  # fmt: skip
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 Facts = dict[str, Any]
@@ -115,10 +108,8 @@ def _items(owner: Any, *, registered_module: bool = False) -> list[tuple[Any, An
         return [(k, v) for k, v in owner.items() if isinstance(k, str | int)]
     if isinstance(owner, list | tuple):
         return list(enumerate(owner))
-    own = OWN if registered_module else ()
-    return [
-        (k, v) for k, v in vars(owner).items() if k not in _IGNORED and k not in own and not k.startswith("_dynamo_")
-    ]
+    left_out = _IGNORED | OWN if registered_module else _IGNORED
+    return [(k, v) for k, v in vars(owner).items() if k not in left_out and not k.startswith(_COMPILER)]
 
 
 def _fact(value: Any) -> Any:

@@ -25,7 +25,7 @@ from wcache.engine.vllm import drafts, writeback
 from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.request import Request, prepare
-from wcache.engine.vllm.skeleton import Preview, preview
+from wcache.engine.vllm.skeleton import preview
 from wcache.errors import ConfigError, PublishError, WcacheError
 from wcache.model import BackendName, Origin
 from wcache.protocol.connection import connect
@@ -47,8 +47,8 @@ def run(config: Config, rank: int, socket: Path, spec: str) -> None:
     _check(config)
     vllm_config, device = vllm_config_of(config, rank), device_for(config, rank)
     form_group(vllm_config, config, rank, device, socket.parent)
-    to_load = Wanted(config, socket, vllm_config, vllm_config.model_config, vllm_config)
-    to_load.load(origin=Origin.PRELOAD, spec=spec)
+    target = Wanted(config, socket, vllm_config, vllm_config.model_config, vllm_config)
+    target.load(origin=Origin.PRELOAD, spec=spec)
     if drafts.draft_of(vllm_config) is not None:
         _load_draft(config, socket, vllm_config)
 
@@ -77,9 +77,6 @@ class Wanted:
     def load(self, *, origin: Origin = Origin.ENGINE, spec: str | None = None) -> None:
         """Load and publish, unless it is resident. Raises WcacheError. Collective."""
         asked, config = self._request(), self.config
-        seen = preview(self.made, self.model_config, self.prefix)
-        if seen.why is not None:
-            raise PublishError(seen.why)
         publication = begin(
             asked.query, self.socket,
             origin=origin,
@@ -90,7 +87,8 @@ class Wanted:
         if publication is None:
             log.info("already resident: nothing to read")
             return
-        self._publish(publication, asked, seen)
+        with writeback.abandoned_on_error(publication):
+            self._publish(publication, asked)
 
     def _request(self) -> Request:
         with connect(self.socket, role="loader", name="loader") as connection:
@@ -103,14 +101,17 @@ class Wanted:
             raise asked
         return asked
 
-    def _publish(self, publication: Publication, asked: Request, seen: Preview) -> None:
+    def _publish(self, publication: Publication, asked: Request) -> None:
         from vllm.config import set_current_vllm_config
 
+        seen = preview(self.made, self.model_config, self.prefix)
+        if seen.why is not None:
+            raise PublishError(seen.why)
         draft = drafts.is_draft(self.vllm_config, self.model_config)
         how = drafts.load_config_of(self.vllm_config) if draft else self.vllm_config.load_config
         disk, report = DiskLoader(how), Report("load", publication.progress)
         disk.on_bytes = lambda done: report(bytes_done=done, bytes_total=asked.survey.size)
-        with writeback.abandoned_on_error(publication), set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self.vllm_config):
             try:
                 model = disk.load_model(vllm_config=self.made, model_config=self.model_config, prefix=self.prefix)
             except Exception:
