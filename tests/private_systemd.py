@@ -11,6 +11,7 @@ import hashlib
 import mmap
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -231,15 +232,16 @@ class Traced:
     """
 
     def __init__(self, host: Host, wcache: Path, directory: Path) -> None:
-        self._log = host.directory / "strace.log"
-        self._log.unlink(missing_ok=True)
+        self._logs = host.directory / "strace"  # one for each rank: two tracers would write into each other's lines
+        shutil.rmtree(self._logs, ignore_errors=True)
+        self._logs.mkdir()
         self._directory = directory
         self._wcache = wcache
 
     def directives(self, *options: str) -> str:
         # -D: the tracer is a grandchild, so that the daemon stays the unit's main process
         calls = "open,openat,openat2,read,readv,pread64,preadv,preadv2,mmap"
-        strace = f"/usr/bin/strace -D -A -f -y --seccomp-bpf -qqq -e signal=none -e trace={calls} -o {self._log}"
+        strace = f"/usr/bin/strace -D -A -f -y --seccomp-bpf -qqq -e signal=none -e trace={calls} -o {self._logs}/%i"
         return f"[Service]\nExecStart=\nExecStart={strace} {' '.join(options)} {self._wcache} daemon --rank %i\n"
 
     def bytes_read(self) -> int:
@@ -247,16 +249,18 @@ class Traced:
         name = re.escape(str(self._directory))
         read = re.compile(rf"p?readv?2?(?:64)?\(\d+<{name}/[^>]*>.* = (\d+)(?: \(DELAYED\))?$", re.MULTILINE)
         mapped = re.compile(rf"mmap\([^,\n]*, (\d+), [^<\n]*<{name}/", re.MULTILINE)
-        text = self._whole(self._log.read_text())
-        return sum(map(int, read.findall(text))) + sum(map(int, mapped.findall(text)))
+        texts = [self._whole(log.read_text()) for log in self._logs.iterdir()]
+        return sum(int(size) for text in texts for calls in (read, mapped) for size in calls.findall(text))
 
     def opened(self) -> list[str]:
         """Checkpoint files that were opened."""
         name = re.escape(str(self._directory))
-        return re.findall(rf"open(?:at2?)?\([^\n]*= \d+<({name}/[^>]*\.safetensors)>", self._log.read_text())
+        opened = re.compile(rf"open(?:at2?)?\([^\n]*= \d+<({name}/[^>]*\.safetensors)>")
+        return [path for log in self._logs.iterdir() for path in opened.findall(self._whole(log.read_text()))]
 
     def forget(self) -> None:
-        self._log.write_text("")
+        for log in self._logs.iterdir():
+            log.write_text("")
 
     @staticmethod
     def _whole(text: str) -> str:
