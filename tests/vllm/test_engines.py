@@ -81,6 +81,21 @@ def test_a_twin_with_the_same_headers_is_a_miss_and_a_copy_elsewhere_a_hit(
     assert len(daemon.status().shards) == 2
 
 
+@pytest.mark.parametrize("identity", ["content", "trust"])
+def test_an_unknown_checkpoint_is_hashed_once_and_only_where_a_rank_could_use_that(
+    identity: str, models: Path, daemons: Any, child: Any, copy_of: Any
+) -> None:
+    daemon, model = daemons(), str(copy_of(models / "llama", "new"))
+
+    def start(how: str, **extra: Any) -> list[str]:
+        return list(child("start", name=how, model=model, extra=daemon.extra(identity=identity, **extra))["log"])
+
+    logs = {"alone": start("alone", socket_dir="/nowhere"), "cold": start("cold"), "warm": start("warm", fallback=False)}
+    hashed = {how: [line for line in log if line.startswith("hashing ")] for how, log in logs.items()}
+    assert [len(hashed[how]) for how in logs] == [0, 1, 0]
+    assert [len(mapped(logs[how])) for how in logs] == [0, 0, 1]
+
+
 def test_two_engines_that_start_cold_together_read_the_disk_once(
     models: Path, daemons: Any, child: Any, engines: Any
 ) -> None:

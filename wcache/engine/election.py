@@ -50,6 +50,11 @@ class Target:
         return Origin.ENGINE if self.spec is None else Origin.PRELOAD
 
 
+def may_publish(target: Target) -> bool:
+    """Whether what this engine loads is ever given to a rank; a copying engine keeps what it has to itself."""
+    return target.publish and target.mode is not Mode.COPY
+
+
 def look(
     query: Query, target: Target, *, access: Access | None = None, watch: Stopwatch | None = None
 ) -> Attachment | Miss:
@@ -79,7 +84,7 @@ def elect(
 
     `claim`: the right to publish, None if it is resident by now. `ask`: attach, waiting for another writer.
     """
-    if not target.publish or target.mode is Mode.COPY:
+    if not may_publish(target):
         return miss, None
     for _ in range(_ROUNDS):
         if miss.reason not in _PUBLISHABLE:

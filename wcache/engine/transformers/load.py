@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
-from wcache.engine import snapshot
+from wcache.engine import snapshot, together
 from wcache.engine.client import Attachment
-from wcache.engine.election import Target, claim, release_copy, say_mapped, say_missed
+from wcache.engine.election import Target, claim, look, release_copy, say_mapped, say_missed
 from wcache.engine.group import Group
 from wcache.engine.options import Where, where
 from wcache.engine.parts import is_dtensor
@@ -32,9 +32,10 @@ from wcache.engine.tensors import tensors_of
 from wcache.engine.training import frozen, guard
 from wcache.engine.transformers import ranks, seam
 from wcache.engine.transformers.drawn import Drawn, built_at_random
-from wcache.engine.transformers.request import Request, identified, prepare
+from wcache.engine.transformers.request import Request, prepare
 from wcache.errors import ConfigError, Miss, PublishError, WcacheError
 from wcache.model import IdentityPolicy, MissReason, Mode
+from wcache.protocol.messages import Query
 
 log = logging.getLogger(__name__)
 
@@ -188,17 +189,21 @@ class Load:
     def _from_cache(self, model: Any, files: list[str] | None, load_config: Any) -> Any:
         """Loading info after a hit. None: Transformers has to load, and may be about to publish."""
         group = ranks.group_of(model, load_config)
-        request = ranks.together(lambda: self._prepare(model, files, load_config, group), group)
+        request = together.on_all(lambda: self._prepare(model, files, load_config, group), group)
         self.target = replace(self.target, where=replace(self.place(group.rank), device=request.device))
         if self.target.spec is not None:
             _check_spread(model, group)
             self._claim(request)
             return None
-        self._request, found = ranks.look(request, self.target, group)
+
+        def ask(query: Query) -> Attachment | Miss:
+            return look(query, self.target)
+
+        self._request, found = together.attach(request, ask, group)
         if isinstance(found, Miss):
             if not self.fallback:
                 raise found
-            found, self._publication = ranks.elect(self._request, self.target, found, group)
+            found, self._publication = together.elect(self._request, self.target, found, ask, group)
         if isinstance(found, Miss):
             self._missed(found)
             return None
@@ -213,9 +218,8 @@ class Load:
 
     def _claim(self, request: Request) -> None:
         """A rank's own preload attaches nothing, since an attach would wait for the preload. Raises AlreadyResident."""
-        self._request = identified(request)
-        survey, wait_s = request.survey, self.target.where.left_s
-        self._publication = claim(self._request.query, self.target, survey.size, wait_s=wait_s)
+        self._request = request.identified()
+        self._publication = claim(self._request.query, self.target, request.size, wait_s=self.target.where.left_s)
         if self._publication is None:
             raise AlreadyResident
         if self.on_publication is not None:
@@ -231,7 +235,7 @@ class Load:
             return restore(model, self._before, held.manifest, tensors), used, copied
 
         try:
-            put, used, copied = ranks.together(ready, group)
+            put, used, copied = together.on_all(ready, group)
             put()
         except BaseException:
             held.close()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Transformers engine asks its rank for: the identity of the files that Transformers would read, and the layout.
 
-Runs in engines and in the preload, when the skeleton stands and before any weight is read. Transformers reads files on
-its own, so a checkpoint that is not known yet is hashed first, but only if a rank answers. `unchanged` must hold again
+Runs in engines and in the preload, when the skeleton stands and before any weight is read. `unchanged` must hold again
 after the load: only then are the bytes in memory those that were identified.
 """
 
@@ -15,8 +14,7 @@ from typing import Any
 
 import torch
 
-from wcache.engine.client import Attachment
-from wcache.engine.election import POINTLESS, Target, look
+from wcache.engine import together
 from wcache.engine.group import Group
 from wcache.engine.options import host_store
 from wcache.engine.snapshot import Skeleton
@@ -26,16 +24,12 @@ from wcache.errors import CheckpointError, Miss, WcacheError
 from wcache.model import CPU, IdentityPolicy, MissReason
 from wcache.protocol.messages import Query
 from wcache.weights.checkpoint import Survey, survey
-from wcache.weights.identity import identify, recognise, stamps_id
+from wcache.weights.identity import recognise, stamps_id
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One question. `device`: "cpu" or a GPU's UUID."""
-
-    query: Query
-    survey: Survey
-    device: str
+class Request(together.Request):
+    """One rank's question."""
 
     def unchanged(self) -> bool:
         """Whether the checkpoint's files are still those that were surveyed."""
@@ -69,28 +63,6 @@ def prepare(
         policy=policy,
     )
     return Request(query, found, CPU if device.type == CPU else gpu_uuid(device.index or 0))
-
-
-def ask(request: Request, target: Target) -> tuple[Request, Attachment | Miss]:
-    """Attach; a checkpoint that is not recognised is hashed if a rank is there. Raises CheckpointError."""
-    found = look(request.query, target)
-    if isinstance(found, Attachment) or request.query.content is not None or found.reason in POINTLESS:
-        return request, found
-    known = identified(request)
-    return known, look(known.query, target)
-
-
-def identified(request: Request) -> Request:
-    """Hash the files that are not known. Raises CheckpointError."""
-    if request.query.content is not None:
-        return request
-    with host_store() as store:
-        content = identify(request.survey, store, request.query.policy).content
-    return replace(request, query=_with_content(request.query, content))
-
-
-def _with_content(query: Query, content: str | None) -> Query:
-    return Query(layout=query.layout, model=query.model, content=content, source=query.source, policy=query.policy)
 
 
 def _survey(files: list[str] | None) -> Survey:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from wcache.config import Config
+from wcache.engine import together
 from wcache.engine.loader import Report, device_of
 from wcache.engine.publish import Publication, begin
 from wcache.engine.rendezvous import meet
@@ -26,7 +27,7 @@ from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.request import Request, prepare
 from wcache.engine.vllm.skeleton import preview
-from wcache.errors import ConfigError, PublishError, WcacheError
+from wcache.errors import ConfigError, PublishError
 from wcache.model import BackendName, Origin
 from wcache.protocol.connection import connect
 from wcache.protocol.messages import Progress
@@ -80,7 +81,7 @@ class Wanted:
         publication = begin(
             asked.query, self.socket,
             origin=origin,
-            bytes_total=asked.survey.size // (config.parallel.tp_size * config.parallel.pp_size),
+            bytes_total=asked.size,
             spec=spec, name="loader", device=asked.device,
             wait_s=config.timeouts.state_s, connect_timeout_s=config.timeouts.connect_s,
         )  # fmt: skip
@@ -91,15 +92,15 @@ class Wanted:
             self._publish(publication, asked)
 
     def _request(self) -> Request:
+        group = Group.world()
+        asked = prepare(self.vllm_config, self.model_config, self.config.identity, group)
         with connect(self.socket, role="loader", name="loader") as connection:
             hashing = Report("identify", lambda info: connection.send(Progress(progress=info)))
-            asked = prepare(
-                self.vllm_config, self.model_config, self.config.identity, Group.world(),
-                lambda done, total: hashing(bytes_done=done, bytes_total=total),
-            )  # fmt: skip
-        if isinstance(asked, WcacheError):
-            raise asked
-        return asked
+
+            def identified() -> Request:
+                return asked.identified(lambda done, total: hashing(bytes_done=done, bytes_total=total))
+
+            return together.on_all(identified, group)
 
     def _publish(self, publication: Publication, asked: Request) -> None:
         from vllm.config import set_current_vllm_config

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine asks its rank for: the identity of the checkpoint that vLLM would read, and the layout key.
 
-Runs in the engine and in the preload. An unchanged checkpoint is recognised without opening one of its files; one that
-is not known is hashed once, whichever ranks and engines ask for it at the same time.
+Runs in the engine and in the preload. An unchanged checkpoint is recognised without opening one of its files.
 `unchanged` must hold again after a load from disk: only then are the bytes in memory those that were identified.
 """
 
@@ -10,36 +9,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wcache import config
-from wcache.engine.group import words
+from wcache.engine import together
+from wcache.engine.options import host_store
 from wcache.engine.vllm import support
 from wcache.engine.vllm.group import Group
-from wcache.engine.vllm.layout import Place, here, layout_key
+from wcache.engine.vllm.layout import here, layout_key
 from wcache.errors import Miss, WcacheError
 from wcache.model import CPU, IdentityPolicy, MissReason
 from wcache.protocol.messages import Query
-from wcache.weights.checkpoint import Survey, survey
-from wcache.weights.identity import identify, open_store, recognise, stamps_id
+from wcache.weights.checkpoint import survey
+from wcache.weights.identity import recognise, stamps_id
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One rank's question. `seconds`: what it took to know the checkpoint."""
+class Request(together.Request):
+    """One rank's question. `seconds`: what it took to make it."""
 
-    query: Query
-    survey: Survey
-    place: Place
     rank: int
-    device: str
     seconds: float
 
     def unchanged(self) -> bool:
@@ -51,19 +43,12 @@ class Request:
             return False
 
 
-def prepare(
-    vllm_config: Any, model_config: Any, policy: IdentityPolicy, group: Group, progress: Progress | None = None
-) -> Request | WcacheError:
-    """What this rank asks for, or why the whole engine asks for nothing. Collective: every rank calls it.
-
-    `progress`: called with bytes done and in total while files are hashed; ranks of a host share that work.
-    """
-    return _agree(_prepare(vllm_config, model_config, policy, progress), group)
+def prepare(vllm_config: Any, model_config: Any, policy: IdentityPolicy, group: Group) -> Request:
+    """What this rank asks for. Raises WcacheError on every rank if one of them cannot ask. Collective."""
+    return together.on_all(lambda: _prepare(vllm_config, model_config, policy), group)
 
 
-def _prepare(
-    vllm_config: Any, model_config: Any, policy: IdentityPolicy, progress: Progress | None
-) -> Request | WcacheError:
+def _prepare(vllm_config: Any, model_config: Any, policy: IdentityPolicy) -> Request:
     start = time.perf_counter()
     try:
         support.check(vllm_config, model_config)
@@ -71,37 +56,18 @@ def _prepare(
         directory = checkpoint_directory(vllm_config, model_config)
         layout = layout_key(vllm_config, model_config, place, directory)
         found = survey(directory)
-        content = _content(found, policy, progress)
-    except WcacheError as e:
-        return e
+        with host_store() as store:
+            content = recognise(found, store, policy).content
+        model, rank = str(model_config.model), place.global_rank(vllm_config.parallel_config)
+        query = Query(layout=layout, model=model, content=content, source=stamps_id(found), policy=policy)
+        return Request(query, found, device_name(), rank, time.perf_counter() - start)
+    except WcacheError:
+        raise
     except Exception as e:  # a vLLM unlike the known ones still loads from disk
         log.debug("wcache: no request can be made", exc_info=True)
-        return Miss(MissReason.UNSUPPORTED, f"this vLLM cannot be asked about its layout: {type(e).__name__}: {e}")
-    query = Query(layout=layout, model=str(model_config.model), content=content, source=stamps_id(found), policy=policy)
-    rank = place.global_rank(vllm_config.parallel_config)
-    return Request(query, found, place, rank, device_name(), time.perf_counter() - start)
-
-
-def _content(found: Survey, policy: IdentityPolicy, progress: Progress | None) -> str | None:
-    scope = config.default_scope()
-    with open_store(config.state_dir_of(config.load_or_default(scope), scope)) as store:
-        known = recognise(found, store, policy)
-        if known.content is None and policy is not IdentityPolicy.TRUST:
-            log.info("wcache: %s is not known yet, hashing %d files once", found.directory, len(known.unknown))
-            known = identify(found, store, policy, progress=progress)
-        return known.content
-
-
-def _agree(mine: Request | WcacheError, group: Group) -> Request | WcacheError:
-    """All ranks have a question about the same bytes, or nobody asks."""
-    content = mine.query.content if isinstance(mine, Request) else None
-    everyone = group.gather([int(isinstance(mine, Request)), *words(content)])
-    for rank, (ready, *_) in enumerate(everyone):
-        if not ready and isinstance(mine, Request):
-            return Miss(MissReason.UNSUPPORTED, f"rank {rank} of this engine cannot use the cache; its log says why")
-    if isinstance(mine, Request) and any(said != everyone[0] for said in everyone):
-        return Miss(MissReason.CONTENT, "the ranks of this engine see different checkpoints under the same name")
-    return mine
+        raise Miss(
+            MissReason.UNSUPPORTED, f"this vLLM cannot be asked about its layout: {type(e).__name__}: {e}"
+        ) from e
 
 
 def checkpoint_directory(vllm_config: Any, model_config: Any) -> Path:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the workers of one engine attach a shard together, or become the one that publishes it.
+"""What the workers of one vLLM engine ask their ranks, and what came of it. `look` and `elect` are collective.
 
-Runs in vLLM's workers; every function is collective. `look`: the leading rank attaches first, waiting for a publication
-in progress; the others follow, and either all of them hold a lease on the same version or none does. `elect`: after a
-miss the leader asks to be the single writer, so of two engines that start cold together one reads the disk.
 vLLM asks for the bytes of external weights on another loader object than the one that loads: what `look` found there
 is kept for the load, so that exactly the shard that was counted is attached.
 """
@@ -13,23 +10,25 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wcache.engine.client import Attachment, as_miss, attach_shard
-from wcache.engine.election import POINTLESS
-from wcache.engine.group import reason_number, reason_of, words
-from wcache.engine.publish import Publication, begin
+from wcache.engine import election, together
+from wcache.engine.client import Attachment
+from wcache.engine.election import POINTLESS, Target
+from wcache.engine.options import Where
+from wcache.engine.publish import Publication
 from wcache.engine.vllm import drafts, support
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.options import Options
 from wcache.engine.vllm.request import Request, prepare
 from wcache.engine.vllm.skeleton import Preview
 from wcache.errors import Miss, WcacheError
-from wcache.model import CPU, MissReason, Mode, Origin
+from wcache.model import CPU, MissReason, Mode
 from wcache.protocol.connection import connect
-from wcache.protocol.messages import GetStatus, Status
+from wcache.protocol.messages import GetStatus, Query, Status
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +45,10 @@ class Outcome:
     error: WcacheError | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     preview: Preview | None = None
+
+    def take(self, found: Attachment | Miss) -> None:
+        self.attachment = found if isinstance(found, Attachment) else None
+        self.error = found if isinstance(found, Miss) else None
 
     def drop(self, error: WcacheError) -> None:
         """Give the lease back: this engine will not use it after all."""
@@ -78,69 +81,39 @@ def look(vllm_config: Any, model_config: Any, options: Options) -> Outcome:
     if why is not None:
         return Outcome(None, error=why)
     group = Group.world()
-    request = prepare(engine, model_config, options.identity, group)
-    if isinstance(request, WcacheError):
-        return Outcome(None, error=request)
-    return attach(request, options, group)
-
-
-def attach(request: Request, options: Options, group: Group) -> Outcome:
-    outcome = Outcome(request, seconds={"identify": request.seconds})
-    start = time.perf_counter()
-    if group.leads:
-        _attach(outcome, options)
-    [hit, reason], *_ = group.gather([int(outcome.attachment is not None), _number(outcome.error)])
-    if not group.leads and hit:
-        _attach(outcome, options)
-    elif not group.leads:
-        outcome.error = Miss(reason_of(reason), "rank 0 of this engine had a miss; its log says more")
-    _all_or_none(outcome, group)
+    try:
+        request = prepare(engine, model_config, options.identity, group)
+        together.on_all(lambda: options.socket(request.rank), group)  # a path that no socket can have
+    except WcacheError as e:
+        return Outcome(None, error=e)
+    outcome, start = Outcome(request, seconds={"identify": request.seconds}), time.perf_counter()
+    outcome.request, found = together.attach(request, _asking(request, options), group)
+    outcome.take(found)
     outcome.seconds["attach"] = time.perf_counter() - start
     return outcome
 
 
-def _attach(outcome: Outcome, options: Options) -> None:
-    """Ask this rank's daemon; a start that may not fall back waits for a daemon that is on its way."""
+def _asking(request: Request, options: Options) -> Callable[[Query], Attachment | Miss]:
+    """Asks this worker's rank; a start that may not fall back waits for a daemon that is on its way."""
     deadline = time.monotonic() + options.state_timeout_s
-    while True:
-        try:
-            outcome.attachment = _attach_once(outcome.request, options)
-            return
-        except WcacheError as e:
-            outcome.error = as_miss(e)
-        if options.fallback or outcome.error.reason not in _NOT_YET or time.monotonic() >= deadline:
-            return
-        time.sleep(_AGAIN_S)
+
+    def ask(query: Query) -> Attachment | Miss:
+        while True:
+            found = election.look(query, target(request, options, deadline))
+            late = options.fallback or time.monotonic() >= deadline
+            if isinstance(found, Attachment) or found.reason not in _NOT_YET or late:
+                return found
+            time.sleep(_AGAIN_S)
+
+    return ask
 
 
-def _attach_once(request: Request | None, options: Options) -> Attachment:
-    assert request is not None
-    return attach_shard(
-        request.query,
-        find_socket(request, options),
-        mode=options.mode,
-        wait_s=options.state_timeout_s,
-        connect_timeout_s=options.connect_timeout_s,
-        name=name_of(request),
-        device=request.device,
-    )
-
-
-def _number(error: WcacheError | None) -> int:
-    return reason_number(error.reason) if isinstance(error, Miss) else reason_number(MissReason.UNSUPPORTED)
-
-
-def _all_or_none(outcome: Outcome, group: Group) -> None:
-    """Every rank has a shard of the same checkpoint, or all give theirs back."""
-    held = outcome.attachment
-    content = held.manifest.fingerprint.content if held is not None else None
-    everyone = group.gather([int(held is not None), _number(outcome.error), *words(content)])
-    for rank, (hit, reason, *_) in enumerate(everyone):
-        if not hit and held is not None:
-            outcome.drop(Miss(reason_of(reason), f"rank {rank} of this engine had a miss; its log says more"))
-            return
-    if held is not None and any(said[2:] != everyone[0][2:] for said in everyone):
-        outcome.drop(Miss(MissReason.CONTENT, "the ranks of this engine were offered different checkpoints"))
+def target(request: Request, options: Options, deadline: float) -> Target:
+    """Whom this worker asks, until when (time.monotonic())."""
+    name = f"vllm {Path(request.query.model).name} rank {request.rank} pid {os.getpid()}"
+    path = find_socket(request, options)
+    where = Where(path, name, request.device, options.connect_timeout_s, deadline)
+    return Target(where, options.mode, options.publish)
 
 
 def may_publish(outcome: Outcome, options: Options) -> bool:
@@ -151,44 +124,14 @@ def may_publish(outcome: Outcome, options: Options) -> bool:
 
 def elect(outcome: Outcome, options: Options) -> Publication | None:
     """After a miss: the right to publish, or None. May find that others published meanwhile, and attach that."""
-    request, group = outcome.request, Group.world()
-    if request is None or not options.publish or options.mode is Mode.COPY:
+    request, miss = outcome.request, outcome.error
+    if request is None:
         return None
-    publication, state = None, _REFUSED
-    if group.leads and may_publish(outcome, options):
-        publication, state = _begin(request, options, options.state_timeout_s)
-    leader = group.gather([state])[0][0]
-    if leader == _RESIDENT:
-        again = attach(request, options, group)
-        outcome.attachment, outcome.error = again.attachment, again.error
-        if outcome.attachment is not None:
-            return None
-    if not group.leads and leader != _REFUSED:
-        # A leader that is resident alone means that a rank lost its shard: it publishes anew and waits for nobody.
-        publication, _ = _begin(request, options, options.state_timeout_s if leader == _GRANTED else 0.0)
+    assert isinstance(miss, Miss)
+    asked = target(request, options, time.monotonic() + options.state_timeout_s)
+    found, publication = together.elect(request, asked, miss, _asking(request, options), Group.world())
+    outcome.take(found)
     return publication
-
-
-_REFUSED, _GRANTED, _RESIDENT = range(3)
-
-
-def _begin(request: Request, options: Options, wait_s: float) -> tuple[Publication | None, int]:
-    """Ask to be the single writer; waits for a publication in progress."""
-    try:
-        publication = begin(
-            request.query,
-            find_socket(request, options),
-            origin=Origin.ENGINE,
-            bytes_total=request.survey.size // (request.query.layout.tp_size * request.query.layout.pp_size),
-            name=name_of(request),
-            device=request.device,
-            wait_s=wait_s,
-            connect_timeout_s=options.connect_timeout_s,
-        )
-    except WcacheError as e:
-        log.warning("wcache: this start will not be published: %s", e)
-        return None, _REFUSED
-    return (publication, _GRANTED) if publication is not None else (None, _RESIDENT)
 
 
 def external_bytes(outcome: Outcome, options: Options) -> int:
@@ -235,8 +178,3 @@ def _device_at(path: Path, options: Options) -> str | None:
             return connection.welcome.device
     except WcacheError:
         return None
-
-
-def name_of(request: Request) -> str:
-    """What `wcache status` shows of this engine."""
-    return f"vllm {Path(request.query.model).name} rank {request.rank} pid {os.getpid()}"
