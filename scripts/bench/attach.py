@@ -13,43 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from one_rank import daemon
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import wcache
-from wcache.errors import Unavailable
-from wcache.protocol.connection import connect, socket_path
-
-
-@contextmanager
-def daemon(directory: Path) -> Iterator[None]:
-    """A rank without a model on `directory`."""
-    config = directory / "wcache.toml"
-    config.write_text(f'socket_dir = "{directory}"\nstate_dir = "{directory}"\n')
-    command = [sys.executable, "-m", "wcache.daemon", "--rank", "0", "--config", str(config)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(200):
-            try:
-                connect(socket_path(directory, 0), role="engine", name="bench").close()
-                break
-            except Unavailable:
-                time.sleep(0.05)
-        yield
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def checkpoint(directory: Path, count: int, elements: int) -> Path:
@@ -70,9 +45,9 @@ def read(path: Path) -> tuple[float, int]:
     return time.perf_counter() - start, len(found)
 
 
-def attach(path: Path, directory: Path) -> tuple[float, int]:
+def attach(path: Path, sockets: Path) -> tuple[float, int]:
     start = time.perf_counter()
-    with wcache.attach(path, socket_dir=directory, fallback=False) as held:
+    with wcache.attach(path, socket_dir=sockets, fallback=False) as held:
         count = len(held.tensors)
         return time.perf_counter() - start, count
 
@@ -85,16 +60,16 @@ def main() -> None:
     table = Table("checkpoint", "safetensors, page cache", "wcache attach", "ratio", title="Attach, host backend")
     with tempfile.TemporaryDirectory(prefix="wc-") as name:
         directory = Path(name)
-        os.environ["WCACHE_STATE_DIR"] = name
+        os.environ["WCACHE_STATE_DIR"] = f"{name}/state"
         cases = [(f"{n} tensors of 1 byte", n, 1) for n in options.tensors]
         if options.gib > 0:
             cases.append((f"256 tensors, {options.gib:g} GiB", 256, int(options.gib * 2**30) // 256))
-        with daemon(directory):
+        with daemon(directory) as socket:
             for label, count, elements in cases:
                 path = checkpoint(directory / f"model-{count}-{elements}", count, elements)
-                kept = wcache.attach(path, socket_dir=directory)
+                kept = wcache.attach(path, socket_dir=socket.parent)
                 theirs = min(read(path)[0] for _ in range(3))
-                mine = min(attach(path, directory)[0] for _ in range(3))
+                mine = min(attach(path, socket.parent)[0] for _ in range(3))
                 kept.close()
                 table.add_row(label, f"{theirs:.3f} s", f"{mine:.3f} s", f"{theirs / mine:.1f}x")
     Console().print(table)

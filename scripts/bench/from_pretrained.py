@@ -21,13 +21,10 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-START_TIMEOUT_S = 20.0
+from one_rank import daemon
 
 # What one engine does; the socket "-": plain Transformers.
 ENGINE = """
@@ -72,8 +69,8 @@ def main() -> int:
         directory = made(args.model, Path(scratch), args.device)
         size = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
         print(f"{directory.name}: {size / 2**20:.0f} MiB, {args.device}, {platform.processor() or platform.machine()}")
-        with daemon(Path(scratch), args.device) as socket:
-            report(directory, socket, args)
+        with daemon(Path(scratch), *of_device(args.device)) as socket:
+            report(directory, str(socket), args)
     return 0
 
 
@@ -144,28 +141,13 @@ def made(model: str, scratch: Path, device: str) -> Path:
     return scratch / "random"
 
 
-@contextmanager
-def daemon(scratch: Path, device: str) -> Iterator[str]:
-    (scratch / "run").mkdir()
-    lines = [f'socket_dir = "{scratch}/run"', f'state_dir = "{scratch}/state"']
-    if device != "cpu":
-        from wcache.engine.tensors import gpu_uuid
+def of_device(device: str) -> list[str]:
+    """The lines of wcache.toml that put a rank there."""
+    if device == "cpu":
+        return []
+    from wcache.engine.tensors import gpu_uuid
 
-        lines += ['backend = "cuda"', f'devices = ["{gpu_uuid(int(device.rpartition(":")[2] or 0))}"]']
-    (scratch / "wcache.toml").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "wcache.daemon", "--rank", "0", "--config", str(scratch / "wcache.toml")]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    socket = scratch / "run" / "rank-0.sock"
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not socket.exists():
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise SystemExit("the daemon did not start")
-            time.sleep(0.01)
-        yield str(socket)
-    finally:
-        process.terminate()
-        process.wait()
+    return ['backend = "cuda"', f'devices = ["{gpu_uuid(int(device.rpartition(":")[2] or 0))}"]']
 
 
 if __name__ == "__main__":

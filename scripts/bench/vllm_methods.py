@@ -18,13 +18,11 @@ fixed size. Exit status 1 if something is not as it should be.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +31,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from one_rank import daemon
 
 PROMPTS = [[5, 6, 7, 100, 200], [9, 8, 7], [300, 12, 44, 2, 18, 77, 501]]
 HEADINGS = ("checkpoint", "layers", "way", "differences", "tokens", "KV blocks", "disk, cold, warm", "writes", "why")
@@ -259,28 +259,6 @@ def verified(sockets: Path) -> list[str]:
     return [f"shard {v.fingerprint} has changed" for v in verdicts if not v.ok]
 
 
-@contextlib.contextmanager
-def daemon(backend: str, root: Path) -> Iterator[Path]:
-    """One rank's daemon in the foreground; yields the directory of its socket."""
-    sockets, config = root / "s", root / "wcache.toml"
-    sockets.mkdir(mode=0o700)
-    config.write_text(f'backend = "{backend}"\nsocket_dir = "{sockets}"\nstate_dir = "{root / "state"}"\n')
-    os.environ.update(WCACHE_CONFIG=str(config), WCACHE_STATE_DIR=str(root / "state"))
-    with (root / "daemon.log").open("w") as log:
-        command = [sys.executable, "-m", "wcache.daemon", "--rank", "0", "--config", str(config)]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + 30
-        while not (sockets / "rank-0.sock").exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the daemon did not come up:\n{(root / 'daemon.log').read_text()}")
-            time.sleep(0.05)
-        yield sockets
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-
-
 def try_every_method() -> None:
     """Put back the state of every method, whatever the table says: only to see what comes of it."""
     from wcache.engine.vllm import methods
@@ -301,7 +279,10 @@ def main() -> int:
     p.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     args = p.parse_args()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryDirectory(prefix="wcache-methods-") as root, daemon(args.backend, Path(root)) as sockets:
+    backend = f'backend = "{args.backend}"'
+    with tempfile.TemporaryDirectory(prefix="wcache-methods-") as root, daemon(Path(root), backend) as socket:
+        sockets = socket.parent
+        os.environ.update(WCACHE_CONFIG=f"{root}/wcache.toml", WCACHE_STATE_DIR=f"{root}/state")
         logs = args.logs or Path(root)
         logs.mkdir(parents=True, exist_ok=True)
         import_vllm()

@@ -92,7 +92,7 @@ def _distributed(tp_size: int) -> Any:
     try:
         from transformers.distributed import DistributedConfig
     except ImportError as e:
-        raise ConfigError('loader = "transformers" with tp_size > 1 needs Transformers 5.19 or newer') from e
+        raise ConfigError('loader = "transformers" with tp_size > 1 needs Transformers 5.17 or newer') from e
     return DistributedConfig(tp_size=tp_size, tp_plan="auto")
 
 
