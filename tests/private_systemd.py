@@ -76,13 +76,20 @@ class Host:
         """Who inside holds the memory file with that inode open."""
         found = []
         for pid in self.pids():
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
+            for entry in self._fds(pid):
                 try:
                     if "/memfd:" in str(entry.readlink()) and entry.stat().st_ino == inode:
                         found.append(f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()}")
                 except OSError:
                     continue
         return found
+
+    @staticmethod
+    def _fds(pid: int) -> list[Path]:
+        try:
+            return list(Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:  # ended meanwhile
+            return []
 
     def stop(self) -> None:
         subprocess.run([SCRIPT, "stop", self.directory], check=True)
