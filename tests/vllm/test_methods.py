@@ -111,6 +111,46 @@ POISONS = {
 }
 
 
+# One after the other, in a layer that got a bit of everything.
+READY = """
+import functools, numpy, torch
+class Slotted: __slots__ = ("value",)
+Slotted.__module__ = "vllm.made_up"
+layer, other = child._model("engine").model.layers[:2]
+functions = [lambda x, by=2: x * by,
+             lambda x, by=2: x + by]
+layer.act, layer.held, layer.slotted = functions[0], [functools.partial(max, 1)], Slotted()
+layer.true, layer.zero, layer.by_kind, layer.array, layer.slotted.value = True, 0.0, {int: 1}, numpy.ones(2), 1
+layer.register_forward_hook(functions[0])
+layer.twin = layer.input_layernorm
+"""
+OTHERS = {
+    "class of a module": "layer.mlp.act_fn.__class__ = type('SiluAndMul', (type(layer.mlp.act_fn),), {})",
+    "module under a second name": "layer.twin = None",
+    "the same method of another": "layer.input_layernorm._forward_method = other.input_layernorm._forward_method",
+    "function of the same name": "layer.act = functions[1]",
+    "default": "functions[1].__defaults__ = (3,)",
+    "argument of a partial": "layer.held[0] = functools.partial(max, 2)",
+    "hook": "layer._forward_hooks[next(iter(layer._forward_hooks))] = functions[1]",
+    "one for true": "layer.true = 1",
+    "minus zero": "layer.zero = -0.0",
+    "key that is no text": "layer.by_kind[int] = 2",
+    "array": "layer.array[0] = 2",
+    "slot": "layer.slotted.value = 2",
+    "note on a tensor": "layer.mlp.down_proj.weight.note = 1",
+    "configuration of a library": "child._model('engine').config.rms_norm_eps *= 2",
+    "training": "layer.mlp.training = True",
+}
+NOTICED = """
+from wcache.engine.vllm.parity import differences, portrait
+result, model = [], child._model("engine")
+for what, code in poisons.items():
+    before = portrait(model)
+    exec(code)
+    result += [] if differences(before, portrait(model)) else [what]
+"""
+
+
 def test_the_parity_harness_notices_whatever_is_poisoned(checkpoint: Any, daemons: Any, child: Any) -> None:
     """Each poison goes into a layer of its own."""
     daemon, model = daemons(), checkpoint("fp8")
@@ -127,6 +167,7 @@ def test_the_parity_harness_notices_whatever_is_poisoned(checkpoint: Any, daemon
         assert any(line.startswith(f"model.{layer}.") for line in found), what
     clean = set(layers[len(POISONS) :])
     assert not [line for line in found if any(layer in line for layer in clean)]
+    assert child("evaluate", code=f"{READY}\npoisons = {OTHERS!r}\n{NOTICED}") == []
 
 
 def test_a_state_that_cannot_be_put_back_is_a_miss_and_never_served(checkpoint: Any, daemons: Any, child: Any) -> None:

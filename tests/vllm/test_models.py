@@ -86,26 +86,66 @@ def built(child: Any) -> Any:
 LLAMA = "from vllm.model_executor.models.llama import LlamaForCausalLM"
 PATCH = f"""
 import functools
+import torch
 {LLAMA}
 original = LlamaForCausalLM.__init__
 @functools.wraps(original)
 def init(self, *args, **kwargs):
     original(self, *args, **kwargs)
     {{code}}
-init.__globals__["original"] = original
+init.__globals__.update(original=original, torch=torch)
 LlamaForCausalLM.__init__ = init
 """
 
 
-def test_a_device_that_a_model_notes_is_where_its_weights_will_be(
+CONSTRUCTORS = {
+    "a device that a model notes is where its weights will be": "self.home = self.lm_head.weight.device",
+    "weights are moved before they are there": "self.lm_head.to('cpu', dtype=torch.bfloat16); self.lm_head.cpu()",
+    "what is noted on a buffer stays": "self.mark = torch.nn.Buffer(torch.ones(3))",
+    "the configuration is written, once for each model": (
+        "c = kwargs['vllm_config'].model_config.hf_config; c.models = getattr(c, 'models', []) + [1]; "
+        "self.models = len(c.models)"
+    ),
+}
+
+
+def test_what_constructors_do_besides_making_weights_comes_out_the_same(
     models: Path, daemons: Any, child: Any, built: Any
 ) -> None:
     daemon, model = daemons(), str(models / "llama")
-    built("self.home = self.lm_head.weight.device")
-    child("start", name="cold", model=model, extra=daemon.extra())
+    built("; ".join(CONSTRUCTORS.values()))
+    began = child("start", name="cold", model=model, extra=daemon.extra())
+    assert not [line for line in began["log"] if "not published" in line]
     child("start", name="warm", model=model, extra=daemon.extra(fallback=False))
     assert differences(child("state", name="cold"), child("state", name="warm")) == []
-    assert child("evaluate", code="result = str(child._model('warm').home)") == "cpu"
+    assert child("evaluate", code="m = child._model('warm'); result = [str(m.home), m.models]") == ["cpu", 1]
+
+
+def test_a_tensor_as_large_as_the_engine_wants_it_is_not_taken_from_another_engine(
+    models: Path, daemons: Any, child: Any, built: Any
+) -> None:
+    daemon, model = daemons(), str(models / "llama")
+    built("self.scratch = torch.zeros(kwargs['vllm_config'].scheduler_config.max_num_batched_tokens, device='cpu')")
+    for name, tokens in (("cold", 300), ("warm", 300), ("wide", 400)):
+        began = child("start", name=name, model=model, max_num_batched_tokens=tokens, extra=daemon.extra())
+        assert len(mapped(began["log"])) == (name == "warm")
+        assert child("evaluate", code=f"result = len(child._model({name!r}).scratch)") == tokens
+    assert "scratch: bfloat16 (300,) where it was loaded, bfloat16 (400,) here" in unusable(began["log"])[0]
+
+
+def test_a_file_that_a_model_reads_beside_its_checkpoint_decides_as_well(
+    models: Path, daemons: Any, child: Any, built: Any, copy_of: Any
+) -> None:
+    daemon = daemons()
+    built("f = kwargs['vllm_config'].model_config.model + '/codec/scale'; self.lm_head.scale = float(open(f).read())")
+    for name, scale, lines in (("one", 1, 0), ("same", 1, 1), ("other", 2, 0)):
+        directory = copy_of(models / "llama", name)
+        (directory / "codec").mkdir()
+        (directory / "codec" / "scale").write_text(str(scale))
+        began = child("start", name=name, model=str(directory), extra=daemon.extra())
+        assert len(mapped(began["log"])) == lines, name
+        assert child("evaluate", code=f"result = child._model({name!r}).lm_head.scale") == scale
+    assert "(checkpoint_content: the model reads codec/scale as well" in unusable(began["log"])[0]
 
 
 REFUSED = {
@@ -113,6 +153,7 @@ REFUSED = {
     "self.kind = dict if self.lm_head.weight.is_meta else list": (
         "vLLM builds this model otherwise without its weights: kind (class builtins.list)"
     ),
+    "two = torch.ones(2); self.two = lambda: two": "two.two is a tensor where it cannot be put back",
 }
 
 

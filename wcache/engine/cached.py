@@ -5,13 +5,20 @@ Runs in engines. The factory runs on the meta device first, which costs nothing 
 resident tensors are put onto it, on a miss the factory runs for real (then `load`, if there is one) and the result is
 published. The key is the caller's promise: the same key means the same values, whatever else is different in structure
 is noticed. A factory that cannot run on the meta device is not shared, and says so.
+Surprising: a miss runs the factory twice. What the first run did to the process (random numbers, warnings, results that
+functions remember) is undone; a count that a class keeps of its objects is not.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+import random
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,9 +26,9 @@ import torch
 from torch import nn
 
 from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
-from wcache.engine import snapshot, state
+from wcache.engine import reach, snapshot, state
 from wcache.engine.client import Attachment
-from wcache.engine.election import Target, look, release_copy, run_for, say_mapped, say_missed
+from wcache.engine.election import Target, claim, elect, look, release_copy, say_mapped, say_missed
 from wcache.engine.options import device_option, where
 from wcache.engine.publish import Publication
 from wcache.engine.restore import restore
@@ -35,7 +42,7 @@ from wcache.weights.fingerprint import LayoutKey, canonical_json, digest
 
 log = logging.getLogger(__name__)
 
-ENGINE, VERSION = "module", "1"
+ENGINE = "module"
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -96,9 +103,12 @@ class _Cached:
     device: torch.device
 
     def get(self, target: Target, *, fallback: bool) -> Any:
-        content = digest({"cached": VERSION, "key": self.key})  # a key without canonical form is the caller's error
+        content = digest(
+            {"cached": snapshot.FORM, "key": self.key}
+        )  # a key without canonical form is the caller's error
         publication: Publication | None = None
         before: Skeleton | None = None
+        module: Any = None
         try:
             module, before = self._skeleton()
             query = Query(layout=_layout(module, before), model=self._name(), content=content)
@@ -107,7 +117,9 @@ class _Cached:
                 if not fallback:
                     raise found
                 size = sum(t.nbytes for _, _, t in state.registered(module))
-                found, publication = run_for(query, target, found, size)
+                found, publication = elect(
+                    found, target, lambda: claim(query, target, size), lambda: look(query, target)
+                )
             if isinstance(found, Attachment):
                 return _bind(module, before, found)
             say_missed(found)
@@ -116,29 +128,38 @@ class _Cached:
                 raise
             log.debug("asking the cache failed", exc_info=True)
             say_missed(e if isinstance(e, Miss) else Miss(MissReason.STRUCTURE, f"{type(e).__name__}: {e}"))
-        return self._make(publication, before)
+        return self._make(publication, module, before)
 
     def _skeleton(self) -> tuple[Any, Skeleton]:
-        try:
-            with torch.device("meta"):
-                module = self.build()
-        except Exception as e:
-            why = f"the factory does not run on the meta device: {type(e).__name__}: {e}"
-            raise Miss(MissReason.UNSUPPORTED, why, hint="what reads or computes values belongs into load=") from e
-        try:
-            return module, snapshot.skeleton(module)
-        except Exception as e:
-            why = f"{type(module).__name__} is no module that can be described: {type(e).__name__}: {e}"
-            raise Miss(MissReason.UNSUPPORTED, why) from e
+        module: Any = None
+        holder: str | None = None
+        with _rehearsal():
+            try:
+                with torch.device("meta"):
+                    module = self.build()
+                found = list(state.places(module, snapshot.holds))
+                holder = reach.left_behind(module, [s for s in found if isinstance(s.tensor, torch.Tensor)])
+                state.note_device(found, torch.empty(0, device=self.device).device)
+                before = snapshot.skeleton(module)
+            except Exception as e:
+                reach.left_behind(None)
+                what = "the factory does not run on the meta device"
+                if module is not None:
+                    what = f"{type(module).__name__} is no module that can be described"
+                why = f"{what}: {type(e).__name__}: {e}"
+                raise Miss(MissReason.UNSUPPORTED, why, hint="what reads or computes values belongs into load=") from e
+        if holder is not None:
+            raise Miss(MissReason.UNSUPPORTED, f"the factory leaves a tensor outside of the module, in a {holder}")
+        return module, before
 
     def _name(self) -> str:
         return self.key if isinstance(self.key, str) else canonical_json(self.key)
 
-    def _make(self, publication: Publication | None, before: Skeleton | None) -> Any:
-        """Run the factory for real, and publish what it made if we may."""
+    def _make(self, publication: Publication | None, rehearsed: Any, before: Skeleton | None) -> Any:
+        """Run the factory for real, and publish what it made if we may. `rehearsed`: what it made on meta."""
         try:
             with self.device:
-                module = self.build()
+                module = self._new(rehearsed)
                 if self.load is not None:
                     self.load(module)
         except BaseException as e:
@@ -153,6 +174,20 @@ class _Cached:
                 log.warning("this start was not published: %s", str(e))  # the error would keep the module alive
         return module
 
+    def _new(self, rehearsed: Any) -> Any:
+        """What the factory makes now, of tensors that are not `rehearsed`."""
+        module = self.build()
+        if rehearsed is None or not (again := _remembered(module, rehearsed)):
+            return module
+        reach.forget(rehearsed, again)
+        module = self.build()
+        if _remembered(module, rehearsed):
+            raise StructureError(
+                "the factory remembers tensors of its run on the meta device, where they have no values",
+                hint="a factory of wcache.cached makes its tensors anew, or takes them from functools.cache",
+            )
+        return module
+
     def _publish(self, publication: Publication, module: Any, before: Skeleton) -> None:
         taken = snapshot.take(module, before, declared=self.attributes)
         for entry in taken.entries:
@@ -163,11 +198,46 @@ class _Cached:
         guard(module)
 
 
+@contextmanager
+def _rehearsal() -> Iterator[None]:
+    """What a factory does to the process while it runs on the meta device, before it runs for real, is undone.
+
+    Random numbers are drawn again, warnings given again, results that functions remember made again.
+    """
+    numpy = sys.modules.get("numpy")
+    python, theirs = random.getstate(), numpy and numpy.random.get_state()
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+    collects = gc.isenabled()
+    gc.collect(0)
+    gc.disable()
+    try:
+        with torch.random.fork_rng(gpus), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if collects:
+            gc.enable()
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(theirs)
+
+
+def _remembered(module: nn.Module, rehearsed: nn.Module) -> dict[int, torch.Tensor]:
+    """Tensors of a factory's run on the meta device that it gave out again."""
+    old = {id(t) for _, t in _tensors(rehearsed) if t.is_meta} if module is not rehearsed else ()
+    return {id(t): t for _, t in _tensors(module) if id(t) in old}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, tensor) for name, _, tensor in state.registered(module))
+    yield from ((spot.path, spot.tensor) for spot in state.bare(module, snapshot.holds))
+
+
 def _layout(module: nn.Module, before: Skeleton) -> LayoutKey:
     dtypes = sorted({dtype_name(t.dtype) for _, _, t in state.registered(module)})
     return LayoutKey(
         engine=ENGINE,
-        engine_version=VERSION,
+        engine_version=str(snapshot.FORM),
         architecture=f"{type(module).__module__}.{type(module).__qualname__}",
         dtype=",".join(dtypes) or "none",
         torch_version=str(torch.__version__),

@@ -107,11 +107,6 @@ def elect(
     return miss, None
 
 
-def run_for(query: Query, target: Target, miss: Miss, bytes_total: int) -> tuple[Attachment | Miss, Publication | None]:
-    """`elect` for a query that stays as it is."""
-    return elect(miss, target, lambda: claim(query, target, bytes_total), lambda: look(query, target))
-
-
 def claim(query: Query, target: Target, bytes_total: int, *, wait_s: float = 0.0) -> Publication | None:
     """The right to be the single writer; None: it is resident already. `wait_s`: for another writer. Raises Busy."""
     return begin(

@@ -9,6 +9,7 @@ equal is refused.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,19 @@ def apart(name: str, parameter: torch.Tensor, owner: nn.Module) -> Parts | None:
     found = _taken(name, parameter, owner)
     _prove(name, parameter, owner, found)
     return found
+
+
+def beside(tensor: torch.Tensor) -> str | None:
+    """What a tensor has besides elements, class and attributes, which nobody could put back."""
+    if type(tensor) in weakref.ProxyTypes:
+        return "is a weak proxy"
+    if tensor.is_inference():
+        return "was made in inference mode"
+    if tensor.is_leaf and tensor.grad is not None:
+        return "has a gradient"
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        return "has hooks of its own"
+    return None
 
 
 def is_dtensor(value: Any) -> bool:

@@ -53,27 +53,27 @@ def _put(
     places: Mapping[str, Spot],
     made: Mapping[str, nn.Parameter],
 ) -> None:
-    bare, grad = set(manifest.extra.get(BARE, ())), set(manifest.extra.get(GRAD, ()))
-    composed = manifest.extra.get(PARTS, {})
+    bare: dict[str, Any] = dict.fromkeys(manifest.extra.get(BARE, ()))
+    grad = set(manifest.extra.get(GRAD, ()))
+    composed, types = manifest.extra.get(PARTS, {}), manifest.extra.get(TENSOR_TYPES, {})
+    split = {part for said in composed.values() for part in said["parts"].values()}
+    found: list[tuple[tuple[str, ...], Kind, torch.Tensor]]
+    found = [(tuple(said["names"]), Kind.PARAMETER, made[name]) for name, said in composed.items()]
+    for spec in manifest.tensors:
+        if spec.name not in split:
+            old = next((o for name in spec.names if (o := _old(modules, places, name)) is not None), None)
+            value = _like(old, tensors[spec.name], spec.kind, types.get(spec.name), grad=spec.name in grad)
+            found.append((spec.names, spec.kind, value))
     for name in manifest.extra.get(GONE, ()):
         _remove(modules, name, keep_none=name in manifest.extra.get(NONE, ()))
-    for name, said in composed.items():
-        for each in said["names"]:
-            _register(modules, each, Kind.PARAMETER, made[name])
-    split = {part for said in composed.values() for part in said["parts"].values()}
-    types = manifest.extra.get(TENSOR_TYPES, {})
-    for spec in manifest.tensors:
-        if spec.name in split:
-            continue
-        value: torch.Tensor = tensors[spec.name]
-        inside = [n for n in spec.names if n not in bare]
-        if spec.kind is Kind.PARAMETER:
-            value = _parameter(modules, inside[0], value, inside[0] in grad, types)
-        for name in inside:
-            _register(modules, name, spec.kind, value)
-        for path in spec.names:
-            if path in bare:
-                _hang(modules, places, path, value)
+    for names, kind, value in found:
+        for name in names:
+            if name in bare:
+                bare[name] = value
+            else:
+                _register(modules, name, kind, value)
+    for path, tensor in bare.items():
+        _hang(modules, places, path, tensor)
     for path in manifest.extra.get(UNSET, ()):
         owner, leaf = _place(modules, path)
         getattr(owner, "__dict__", {}).pop(leaf, None)
@@ -100,16 +100,25 @@ def _refuse(problems: list[str]) -> None:
         raise StructureError(f"module and shard do not agree: {listed(problems)}", problems)
 
 
-def _parameter(
-    modules: Mapping[str, nn.Module], name: str, tensor: torch.Tensor, grad: bool, types: Mapping[str, str]
-) -> nn.Parameter:
+def _old(modules: Mapping[str, nn.Module], places: Mapping[str, Spot], name: str) -> torch.Tensor | None:
+    """What the skeleton has under a name."""
+    if name in places:
+        found = places[name].tensor
+        return found if isinstance(found, torch.Tensor) else None
     prefix, _, leaf = name.rpartition(".")
-    old = modules[prefix]._parameters.get(leaf)
-    made = nn.Parameter(tensor, requires_grad=grad)
-    if old is not None:
-        if name in types and values.type_name(type(old)) == types[name]:
-            made.__class__ = type(old)
-        made.__dict__.update(vars(old))
+    owner = modules.get(prefix)
+    return None if owner is None else owner._parameters.get(leaf, owner._buffers.get(leaf))
+
+
+def _like(
+    old: torch.Tensor | None, tensor: torch.Tensor, kind: Kind, type_name: str | None, *, grad: bool
+) -> torch.Tensor:
+    """`tensor` with the attributes of the one it replaces, and its class if that is what was published."""
+    chosen: type[torch.Tensor] = nn.Parameter if kind is Kind.PARAMETER else torch.Tensor
+    if old is not None and values.type_name(type(old)) == type_name:
+        chosen = type(old)
+    made = torch.Tensor._make_subclass(chosen, tensor, grad)
+    made.__dict__.update({} if old is None else vars(old))
     return made
 
 
@@ -133,9 +142,6 @@ def _register(modules: Mapping[str, nn.Module], name: str, kind: Kind, value: to
         owner._parameters[leaf] = value  # type: ignore[assignment]
         return
     owner._parameters.pop(leaf, None)
-    old = owner._buffers.get(leaf)
-    if old is not None and type(value) is torch.Tensor:
-        value.__dict__.update(vars(old))
     owner._buffers[leaf] = value
     owner._non_persistent_buffers_set.discard(leaf)
     if kind is Kind.NON_PERSISTENT:
@@ -161,16 +167,20 @@ def _hang(modules: Mapping[str, Any], places: Mapping[str, Spot], path: str, ten
     owner = modules[prefix] if prefix in modules else places[prefix].now()
     if isinstance(owner, dict):
         owner[leaf] = tensor
-    elif isinstance(owner, list):
+    elif not isinstance(owner, list):
+        vars(owner)[leaf] = tensor
+    elif int(leaf) == len(owner):
         owner.append(tensor)
     else:
-        setattr(owner, leaf, tensor)
+        raise StructureError(f"{path}: the list has {len(owner)} items")
 
 
 def _set_values(modules: Mapping[str, nn.Module], found: Mapping[str, Any]) -> None:
     for path, value in found.items():
         owner, leaf = _place(modules, path)
-        if owner is not None:
+        if leaf in getattr(owner, "__dict__", ()):
+            vars(owner)[leaf] = value  # a property may hide it
+        elif owner is not None:
             setattr(owner, leaf, value)
 
 
@@ -184,9 +194,11 @@ def _place(modules: Mapping[str, nn.Module], path: str) -> tuple[Any, str]:
 
 
 def _sort(modules: Mapping[str, nn.Module], order: Mapping[str, Any]) -> None:
-    for name, (parameters, buffers) in order.items():
-        for registry, names in ((modules[name]._parameters, parameters), (modules[name]._buffers, buffers)):
-            items = {key: registry[key] for key in names if key in registry}
-            items |= {key: item for key, item in registry.items() if key not in items}
+    for name, (parameters, buffers, children, non_persistent) in order.items():
+        owner: Any = modules[name]
+        owner._non_persistent_buffers_set = set(non_persistent)
+        pairs = ((owner._parameters, parameters), (owner._buffers, buffers), (owner._modules, children))
+        for registry, names in pairs:
+            items = {key: registry.get(key) for key in names}
             registry.clear()
             registry.update(items)

@@ -9,7 +9,7 @@ is taken, with a reason, and nothing is published.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,9 +26,11 @@ from wcache.model import Kind
 from wcache.weights.fingerprint import digest
 
 _NO_STATE = ("torch.", "builtins.", "collections.", "numpy.", "threading.", "logging.", "functools.", "types.")
+FORM = 2  # of what a manifest carries; part of the key: what another version of wcache wrote is another shard
 # Keys of what a manifest carries besides tensors and attributes.
-GRAD, BARE, GONE, NONE, TENSOR_TYPES = "requires_grad", "bare", "gone", "none", "parameter_types"
-ORDER = "order"  # names of parameters and of buffers, of modules where loading changed it
+GRAD, GONE, NONE, TENSOR_TYPES = "requires_grad", "gone", "none", "tensor_types"
+BARE = "bare"  # paths, in the order in which a container has them
+ORDER = "order"  # names of parameters, buffers, modules and non-persistent buffers, where loading changed them
 UNSET = "unset"  # plain attributes that loading took away
 PARTS, VALUES = "parts", "values"  # how parameters of several tensors go together; values that are more than plain
 
@@ -46,7 +48,7 @@ class Skeleton:
     names: frozenset[str]
     values: dict[str, Any]
     types: dict[str, str]
-    parameters: dict[str, str]  # their types
+    tensor_types: dict[str, str]
     marks: dict[str, str]
     order: dict[str, list[list[str]]]
     places: dict[str, Spot]  # of bare tensors, and of helper objects and containers that may hold them
@@ -60,15 +62,18 @@ def skeleton(model: nn.Module, holds: Holds = holds) -> Skeleton:
     named = list(state.registered(model))
     tensors = [[n, str(k), dtype_name(t.dtype), list(t.shape), list(t.stride()), *_placed(t)] for n, k, t in named]
     types = _types(model)
+    own = {id(t) for _, _, t in named}
+    places = {s.path: s for s in state.places(model, holds)}
+    bare = [s for s in places.values() if isinstance(s.tensor, torch.Tensor) and id(s.tensor) not in own]
     return Skeleton(
         digest([sorted(tensors, key=str), types]),
         frozenset(name for name, _, _ in named),
         state.plain_values(model, but=frozenset()),
         types,
-        _parameter_types(named),
-        values.marks(model, holds),
+        _tensor_types(named, bare),
+        values.marks(model, holds, bare),
         _order(model),
-        {s.path: s for s in state.places(model, holds)},
+        places,
     )
 
 
@@ -87,11 +92,18 @@ def _types(model: nn.Module) -> dict[str, str]:
 
 
 def _order(model: nn.Module) -> dict[str, list[list[str]]]:
-    return {name: [list(m._parameters), list(m._buffers)] for name, m in model.named_modules()}
+    """What each registry of a module has, in its order: None, too."""
+    return {
+        name: [list(m._parameters), list(m._buffers), list(m._modules), sorted(m._non_persistent_buffers_set)]
+        for name, m in model.named_modules()
+    }
 
 
-def _parameter_types(named: list[tuple[str, Kind, torch.Tensor]]) -> dict[str, str]:
-    return {n: values.type_name(type(t)) for n, k, t in named if k is Kind.PARAMETER and type(t) is not nn.Parameter}
+def _tensor_types(named: Iterable[tuple[str, Kind, torch.Tensor]], bare: Iterable[Spot]) -> dict[str, str]:
+    """Types of those that are more than a parameter, or a plain tensor elsewhere, by name."""
+    usual = [(n, t, nn.Parameter if k is Kind.PARAMETER else torch.Tensor) for n, k, t in named]
+    usual += [(s.path, s.tensor, torch.Tensor) for s in bare]
+    return {name: values.type_name(type(t)) for name, t, kind in usual if type(t) is not kind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,42 +130,70 @@ def take(
     back itself. `skip_meta`: bare tensors that the engine itself leaves on the meta device are left out.
     """
     named = list(state.registered(model))
-    spots = list(state.bare(model, holds, aliases=True))
+    everywhere = list(state.bare(model, holds, aliases=True))
     split = _split(model, named)
     shared = _shared(split)
-    _check_reach(model, [*(t for _, _, t in named), *(s.tensor for s in spots)], split, shared, skip_meta=skip_meta)
-    spots = [s for s in spots if not (skip_meta and s.tensor.is_meta) and not _comes_along(s.path, shared)]
-    _check_rebuildable(model, before, named, spots, split)
+    _check_reach(model, everywhere, split, shared, skip_meta=skip_meta)
+    spots = [s for s in everywhere if not (skip_meta and s.tensor.is_meta) and not _comes_along(s.path, shared)]
+    own = {id(t) for _, _, t in named}
+    alone = [s for s in everywhere if id(s.tensor) not in own]
+    plain_ones = [each for each in named if id(each[2]) not in split]
+    types = _tensor_types(plain_ones, (s for s in spots if id(s.tensor) not in own))
+    _check_rebuildable(model, before, named, spots, types)
     together: dict[str, Any] = {}
     entries = list(_in_parts(state.grouped(_everything(named, spots)), split, together))
     after = state.plain_values(model, but=frozenset())
     plain = state.changed(before.values, after)
     plain = {path: v for path, v in plain.items() if _is_plain(path, v, within=together)}
+    _check_places(model, plain)
     bare = {s.path for s in spots}
     plain |= {path: _declared(model, path) for path in declared if path not in bare}
     now = {name for name, _, _ in named}
     inside = {name for said in together.values() for name in said["names"]}
     unset = before.values.keys() - after.keys() - bare - shared
+    after_marks = values.marks(model, holds, alone)
+    carried = _changed(model, before, after_marks, {*declared, *known, *shared}, inside)
+    _check_kept(before, {s.path for s in everywhere}, {*plain, *carried})
     extra = {
         GRAD: sorted(n for n, k, t in named if k is Kind.PARAMETER and t.requires_grad),
-        BARE: sorted(bare),
+        BARE: [s.path for s in spots],
         GONE: sorted(before.names - now),
         NONE: sorted(n for n in before.names - now if _is_none(model, n)),
         ORDER: {name: order for name, order in _order(model).items() if before.order.get(name) != order},
         UNSET: sorted(path for path in unset if path.rpartition("@")[0] not in inside),
-        TENSOR_TYPES: _parameter_types(named),
+        TENSOR_TYPES: types,
         PARTS: together,
-        VALUES: _changed(model, before, holds, {*declared, *known, *shared}, inside),
+        VALUES: carried,
     }
     return Taken(entries, plain, extra)
 
 
 def _check_reach(
-    model: nn.Module, known: list[torch.Tensor], split: Collection[int], shared: Collection[str], *, skip_meta: bool
+    model: nn.Module, spots: Iterable[Spot], split: Collection[int], shared: Collection[str], *, skip_meta: bool
 ) -> None:
-    for found in reach.hidden(model, {id(t) for t in known}, split):
+    for found in reach.hidden(model, spots, split):
         if not (skip_meta and found.is_meta) and not _comes_along(found.path, shared):
             raise PublishError(f"{found.path} keeps a tensor in a {found.holder}, where it cannot be put back")
+
+
+def _check_kept(before: Skeleton, bare: Collection[str], carried: set[str]) -> None:
+    """A place that had a tensor has one, or is filled otherwise, or is inside of something that is."""
+    for path, spot in before.places.items():
+        if isinstance(spot.tensor, torch.Tensor) and path not in bare and carried.isdisjoint([path, *_above(path)]):
+            raise PublishError(f"loading took the tensor {path} away")
+
+
+def _check_places(model: nn.Module, plain: Mapping[str, Any]) -> None:
+    """Plain values are found again by their path, and are no addresses, which each process has of its own."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tensors = [t for _, _, t in state.registered(model)]
+    addresses = {id(each) for each in (*modules.values(), *tensors)}
+    addresses |= {parts.address(t) for t in tensors if t.layout is torch.strided} - {0}
+    for path, value in plain.items():
+        if path.rpartition(".")[0] not in modules:
+            raise PublishError(f"loading changed {path}, which has a dot in its name")
+        if type(value) is int and value in addresses:
+            raise PublishError(f"{path} is an address of this process")
 
 
 def _is_plain(path: str, value: Any, within: Collection[str]) -> bool:
@@ -189,14 +229,13 @@ def _shared(split: Mapping[int, tuple[str, Parts]]) -> set[str]:
 
 
 def _changed(
-    model: nn.Module, before: Skeleton, holds: Holds, known: Collection[str], inside: Collection[str]
+    model: nn.Module, before: Skeleton, after: Mapping[str, str], known: Collection[str], inside: Collection[str]
 ) -> dict[str, Any]:
     """Attributes beyond plain values that loading set. Raises PublishError for what cannot be carried.
 
-    `inside`: parameters in parts, which bring their attributes themselves.
+    `after`: the marks now. `inside`: parameters in parts, which bring their attributes themselves.
     """
     found: dict[str, Any] = {}
-    after = values.marks(model, holds)
     for path in sorted(after.keys() | before.marks.keys()):
         if path in known or after.get(path) == before.marks.get(path):
             continue
@@ -211,8 +250,12 @@ def _changed(
             raise PublishError(f"loading took the attribute {path} away")
         if after[path].endswith(" hooks"):
             raise PublishError(f"loading changed {path}: hooks are not shared; register them when the module is made")
-        value = vars(model.get_submodule(where))[leaf]
+        value = getattr(model.get_submodule(where), leaf)
         found[path] = values.encode(value, f"the attribute {path}")
+    for path, mark in after.items():
+        other = mark.removeprefix(values.SAME)
+        if other != mark and not found.keys().isdisjoint([path, other]):
+            raise PublishError(f"loading changed {other}, which is {path} as well: they would be two")
     return found
 
 
@@ -253,7 +296,7 @@ def _check_rebuildable(
     before: Skeleton,
     named: list[tuple[str, Kind, torch.Tensor]],
     spots: list[Spot],
-    split: Collection[int],
+    types: Mapping[str, str],
 ) -> None:
     after = _types(model)
     replaced = sorted(n for n in before.types.keys() | after.keys() if before.types.get(n) != after.get(n))
@@ -264,18 +307,27 @@ def _check_rebuildable(
         if kinds.setdefault(id(tensor), registered) is not registered:
             raise PublishError(f"{name} is a {registered} here and a {kinds[id(tensor)]} elsewhere")
     names = {name for name, _, _ in named}
-    for name, kind in _parameter_types(named).items():
-        if before.parameters.get(name) != kind and id(model.get_parameter(name)) not in split:
-            raise PublishError(f"loading made {name} a {kind}: it must be built that way")
     for name, kind, tensor in (*named, *((s.path, Kind.ATTRIBUTE, s.tensor) for s in spots)):
         if kind is not Kind.PARAMETER and parts.apart(name, tensor, model) is not None:
             raise PublishError(f"{name} is a {values.type_name(type(tensor))} in a place of its own")
+        why = parts.beside(tensor)
+        if why is not None:
+            raise PublishError(f"{name} {why}, which would not come back")
+    for name, type_name in types.items():
+        if before.tensor_types.get(name) != type_name:
+            raise PublishError(f"loading made {name} a {type_name}: it must be built that way")
+    kept = {id(t) for _, _, t in named} | {id(s.tensor) for s in spots if not s.weak}
     for spot in spots:
         if spot.path in names:
             raise PublishError(f"{spot.path}: two tensors would go by this name")
         owner, _, leaf = spot.path.rpartition(".")
         if leaf != str(spot.key) or not (owner in after or owner in before.places):
             raise PublishError(f"{spot.path}: it hangs where the module has nothing before it is loaded")
+        fits = type(spot.key) is str if isinstance(spot.owner, dict) else not isinstance(spot.owner, tuple)
+        if spot.path not in before.places and (spot.weak or not fits):
+            raise PublishError(f"{spot.path}: the module has no such place before it is loaded")
+        if id(spot.tensor) not in kept:
+            raise PublishError(f"{spot.path} refers to a tensor that the module does not keep")
 
 
 def _declared(model: nn.Module, path: str) -> Any:

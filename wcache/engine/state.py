@@ -9,6 +9,7 @@ Surprising: `named_modules` gives a shared module once per name, which is how a 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ Holds = Callable[[Any], bool]  # whether a helper object (no container) may hold
 class Spot:
     """Where a bare tensor hangs: attribute `key` of `owner`, or its item if `owner` is a list, tuple or dict.
 
-    `above`: where the owner hangs itself, for a tuple, which has to be made anew.
+    `above`: where the owner hangs itself, for a tuple, which has to be made anew. `weak`: it is a weak reference.
     """
 
     path: str
@@ -39,8 +40,11 @@ class Spot:
     key: Any
     tensor: Any
     above: Spot | None = None
+    weak: bool = False
 
     def put(self, value: Any) -> None:
+        if self.weak:
+            value = weakref.ref(value)
         if isinstance(self.owner, dict | list):
             self.owner[self.key] = value
         elif not isinstance(self.owner, tuple):
@@ -50,14 +54,22 @@ class Spot:
         else:
             # What the place holds now, not what it held when it was found: its other items may be new already.
             now = self.above.now()
-            items = [value if i == self.key else item for i, item in enumerate(now)]
-            self.above.put(type(now)(*items) if hasattr(now, "_fields") else type(now)(items))
+            self.above.put(_again(now, [value if i == self.key else item for i, item in enumerate(now)]))
 
     def now(self) -> Any:
         """What is in this place at the moment."""
         if isinstance(self.owner, tuple) and self.above is not None:
             return self.above.now()[self.key]
         return self.owner[self.key] if isinstance(self.owner, dict | list | tuple) else getattr(self.owner, self.key)
+
+
+def _again(old: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """A tuple as `old` with other items, whatever its class takes to make one."""
+    if hasattr(old, "n_fields"):  # torch.return_types
+        return type(old)(items)
+    made = tuple.__new__(type(old), items)
+    getattr(made, "__dict__", {}).update(getattr(old, "__dict__", {}))
+    return made
 
 
 def registered(model: nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor]]:
@@ -77,13 +89,21 @@ def bare(model: nn.Module, holds: Holds, *, aliases: bool = False) -> Iterator[S
     `aliases`: also those that are a parameter or buffer too.
     """
     own = set() if aliases else {id(t) for _, _, t in registered(model)}
-    for spot in places(model, holds):
-        if isinstance(spot.tensor, torch.Tensor) and id(spot.tensor) not in own:
-            yield spot
+    return (s for s in places(model, holds) if isinstance(s.tensor, torch.Tensor) and id(s.tensor) not in own)
+
+
+def note_device(found: Iterable[Spot], device: torch.device) -> None:
+    """Let a module that was built on the meta device, and noted that, have noted `device` instead.
+
+    `found`: its places, which are no longer good afterwards: tuples are made anew.
+    """
+    for spot in found:
+        if isinstance(spot.tensor, torch.device) and spot.tensor.type == "meta":
+            spot.put(device)
 
 
 def places(model: nn.Module, holds: Holds) -> Iterator[Spot]:
-    """Every place that holds a tensor, or an object that may hold tensors."""
+    """Every place that holds a tensor or a device, or an object that may hold some."""
     known = {id(m) for m in model.modules()}
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -93,16 +113,25 @@ def places(model: nn.Module, holds: Holds) -> Iterator[Spot]:
 def _walk(
     owner: Any, path: str, known: set[int], seen: set[int], depth: int, holds: Holds, above: Spot | None
 ) -> Iterator[Spot]:
-    if id(owner) in seen or depth > MAX_DEPTH:
+    # A tuple that hangs in several places is made anew in each.
+    if (id(owner) in seen and not isinstance(owner, tuple)) or depth > MAX_DEPTH:
         return
     seen.add(id(owner))
-    for key, value in _items(owner, id(owner) in known):
-        spot = Spot(join(path, str(key)), owner, key, value, above if isinstance(owner, tuple) else None)
-        if isinstance(value, torch.Tensor):
+    for key, found in _items(owner, id(owner) in known):
+        referent = _referent(found)
+        value, weak = (found, False) if referent is None else (referent, True)
+        spot = Spot(join(path, str(key)), owner, key, value, above if isinstance(owner, tuple) else None, weak)
+        if isinstance(value, torch.Tensor | torch.device):
             yield spot
         elif _may_hold_tensors(value, holds) and id(value) not in known:
             yield spot
             yield from _walk(value, spot.path, known, seen, depth + 1, holds, spot)
+
+
+def _referent(value: Any) -> torch.Tensor | None:
+    """The tensor that a weak reference refers to; one that calls back when it dies cannot be made again."""
+    found = value() if type(value) is weakref.ReferenceType and value.__callback__ is None else None
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def _items(owner: Any, is_known_module: bool) -> list[tuple[Any, Any]]:

@@ -50,7 +50,7 @@ def bytes_tensor(memory: Memory | memoryview, offset: int, size: int) -> torch.T
         if offset < 0 or offset + size > view.nbytes:
             raise SegmentError(f"bytes [{offset}, {offset + size}) of a segment of {view.nbytes} bytes")
         if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         with _read_only_is_meant(view.readonly):
             return torch.frombuffer(view, dtype=torch.uint8, count=size, offset=offset)
     device: Any = memory
@@ -89,7 +89,7 @@ def _host_storages(manifest: Manifest, views: list[memoryview]) -> list[torch.Te
         return [
             take(views[s.segment], dtype=uint8, count=s.size, offset=s.offset)
             if s.size
-            else torch.empty(0, dtype=torch.uint8)
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
             for s in manifest.storages
         ]
 

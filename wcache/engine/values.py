@@ -8,29 +8,38 @@ to objects that nobody can carry, so that a change which loading made is carried
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import enum
 import functools
 import hashlib
 import importlib
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from types import MemberDescriptorType
+from dataclasses import dataclass, field
+from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from wcache.engine.state import OWN, PLAIN, Holds, join
+from wcache.engine.state import OWN, PLAIN, Holds, Spot, join
 from wcache.engine.tensors import dtype_name, dtype_of
 from wcache.errors import PublishError, StructureError
 
 _PACKAGES = ("torchao", "bitsandbytes")  # whose types are nothing but their tensors and plain values
 _OBJECTS = ("bitsandbytes.functional:QuantState",)  # besides enums, dataclasses and named tuples
 _UNSEEN = ("extra_repr",)  # what only print() shows
-_SHOWN = (*PLAIN, bytes, bytearray, complex, range, slice, torch.dtype, torch.device, enum.Enum)  # wholly, by repr()
+_SHOWN = (  # wholly, by repr()
+    *PLAIN, bytes, bytearray, complex, range, slice, enum.Enum, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+_CHANGEABLE = (list, dict, set, bytearray, deque)
 _CONTAINERS = ("collections.", "types.")  # whose objects have fields of the program's own
 _MAX_DEPTH = 16
+SAME = "the same as "  # what a mark says of an object that hangs in an earlier place, too
 
 
 def type_name(kind: type) -> str:
@@ -142,79 +151,155 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None, owner:
 # --- marks ------------------------------------------------------------------------------------------------------------
 
 
-def marks(model: nn.Module, holds: Holds) -> dict[str, str]:
-    """What each attribute looks like that is neither a plain value nor a tensor nor a module, by path.
+def marks(model: nn.Module, holds: Holds, hanging: Iterable[Spot]) -> dict[str, str]:
+    """What each attribute looks like that is neither a plain value nor a tensor, by path.
 
-    Those of parameters and buffers too ("layer.weight@note").
+    Those of tensors too ("layer.weight@note"), also of those that hang elsewhere.
     """
     found: dict[str, str] = {}
-    known: dict[int, str] = {}
-    for path, key, value in _attributes(model):
-        if type(value) in PLAIN or isinstance(value, torch.Tensor | nn.Module):
-            continue
-        if id(value) not in known:
-            known[id(value)] = f"{len(value)} hooks" if _is_hooks(key, value) else _mark(value, holds, set(), 0)
-        found[path] = known[id(value)]
+    first: dict[int, str] = {}
+    names = {id(module): name or "the root" for name, module in model.named_modules()}
+    for path, key, value in _attributes(model, hanging):
+        known = first.setdefault(id(value), path)
+        if known == path:
+            marker = _Marker(names, holds)
+            found[path] = marker.hooks(value) if _is_hooks(key, value) else marker.mark(value, 0)
+        else:
+            found[path] = SAME + known if _can_change(value, holds) else found[known]
     return found
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+def _can_change(value: Any, holds: Holds) -> bool:
+    """Whether it matters if it is one object in two places or two."""
+    return isinstance(value, _CHANGEABLE) or (holds(value) and not isinstance(value, _SHOWN))
+
+
+def _attributes(model: nn.Module, hanging: Iterable[Spot]) -> Iterator[tuple[str, str, Any]]:
+    """Path, name and value of what `state` does not carry as a tensor or a plain value."""
     for name, module in model.named_modules():
-        yield from ((join(name, k), k, v) for k, v in vars(module).items() if k not in OWN and k not in _UNSEEN)
+        mine = vars(module)
+        for key, value in fields(module):
+            if key not in OWN and key not in _UNSEEN and not (key in mine and _is_carried(value)):
+                yield join(name, key), key, value
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                yield from ((f"{join(name, leaf)}@{k}", k, v) for k, v in vars(tensor).items())
+                yield from ((f"{join(name, leaf)}@{k}", k, v) for k, v in vars(tensor).items() if not _is_carried(v))
+    for spot in hanging:
+        yield from ((f"{spot.path}@{k}", k, v) for k, v in vars(spot.tensor).items())
+
+
+def _is_carried(value: Any) -> bool:
+    return type(value) in PLAIN or isinstance(value, torch.Tensor)
 
 
 def _is_hooks(key: str, value: Any) -> bool:
     return "hooks" in key and isinstance(value, dict)
 
 
-def _mark(value: Any, holds: Holds, seen: set[int], depth: int) -> str:
-    kind = type(value)
-    if isinstance(value, nn.Module):
-        return "module"
-    if isinstance(value, _SHOWN):
-        return f"{kind.__name__} {value!r}"
-    if depth > _MAX_DEPTH:
-        return type_name(kind)
+@dataclass(slots=True)
+class _Marker:
+    """Says what one value looks like. `names`: of the model's modules, by identity. `seen`: kept alive, by identity."""
 
-    def mark(item: Any) -> str:
-        return _mark(item, holds, seen, depth + 1)
+    names: Mapping[int, str]
+    holds: Holds
+    seen: dict[int, Any] = field(default_factory=dict)
 
-    if isinstance(value, dict):
-        inside = [f"{mark(k)}: {mark(v)}" for k, v in _rest(value.items())]
-    elif isinstance(value, list | tuple | deque):
-        inside = [mark(v) for _, v in _rest(enumerate(value))]
-    elif isinstance(value, set | frozenset):
-        inside = sorted(map(mark, value))
-    elif isinstance(value, functools.partial):
-        inside = [mark(v) for v in (value.func, value.args, value.keywords)]
-    elif hasattr(value, "__qualname__"):
-        return f"{kind.__name__} {value.__module__}.{value.__qualname__}"
-    elif id(value) not in seen and (holds(value) or f"{kind.__module__}.".startswith(_CONTAINERS)):
-        seen.add(id(value))
-        inside = [f"{k}: {mark(v)}" for k, v in _rest(_fields(value))]
-    else:
-        return _contents(value)
-    return f"{type_name(kind)}({', '.join(inside)})"
+    def hooks(self, registered: Mapping[int, Any]) -> str:
+        """Each process counts its hooks for itself."""
+        return f"{[self.mark(hook, 0) for hook in registered.values()]} hooks"
+
+    def mark(self, value: Any, depth: int) -> str:
+        kind = type(value)
+        if id(value) in self.names:
+            return f"module {self.names[id(value)]}"
+        if isinstance(value, _SHOWN):
+            return f"{type_name(kind)} {value!r}"
+        if id(value) in self.seen or depth > _MAX_DEPTH or isinstance(value, torch.Tensor):
+            return type_name(kind)
+        self.seen[id(value)] = value
+        inside = self._inside(value, depth + 1)
+        return type_name(kind) if inside is None else f"{type_name(kind)}({', '.join(inside)})"
+
+    def _inside(self, value: Any, depth: int) -> list[str] | None:
+        """Marks of what a value consists of. None: nobody can tell, as with most objects of torch."""
+
+        def each(*items: Any) -> list[str]:
+            return [self.mark(item, depth) for item in items]
+
+        def named(items: Iterable[tuple[Any, Any]]) -> list[str]:
+            return [f"{self.mark(k, depth)}: {self.mark(v, depth)}" for k, v in _rest(items)]
+
+        if isinstance(value, dict | MappingProxyType):
+            return named(value.items()) + named(fields(value))
+        if isinstance(value, list | tuple | deque):
+            return each(*(v for _, v in _rest(enumerate(value)))) + named(fields(value))
+        if isinstance(value, set | frozenset):
+            return sorted(each(*value)) + named(fields(value))
+        if isinstance(value, functools.partial):
+            return each(value.func, value.args, value.keywords)
+        if isinstance(value, weakref.ReferenceType):
+            return each(value())
+        if isinstance(value, MethodType):
+            return each(value.__func__, value.__self__)
+        if isinstance(value, FunctionType):
+            return [value.__qualname__, str(hash(value.__code__)), *each(*closure(value))]
+        if isinstance(value, torch.jit.ScriptFunction):
+            return [str(value.graph)]
+        if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return [str(value)]
+        if isinstance(value, type):
+            return [type_name(value)]
+        found = _bytes_of(value)
+        if found is not None:
+            return found
+        reduced = None if isinstance(value, nn.Module) else _reduced(value)
+        if reduced is not None:
+            return each(reduced)
+        if self.holds(value) or isinstance(value, nn.Module) or f"{type(value).__module__}.".startswith(_CONTAINERS):
+            return named(fields(value))
+        return None
 
 
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+def fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes of an object, in its `__dict__` and in slots."""
     yield from getattr(value, "__dict__", {}).items()
     slots = {n for kind in type(value).__mro__ for n, m in vars(kind).items() if isinstance(m, MemberDescriptorType)}
     yield from ((name, getattr(value, name)) for name in sorted(slots) if hasattr(value, name))
 
 
-def _contents(value: Any) -> str:
-    """Arrays and random number generators by their bytes; of other objects of libraries nothing is known."""
-    name = type_name(type(value))
+def closure(function: FunctionType) -> list[Any]:
+    """What a function brings along besides its code."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return [*cells, function.__defaults__, function.__kwdefaults__]
+
+
+def _reduced(value: Any) -> Any:
+    """What a type that says how it is copied says of a value (dates, patterns, random number generators)."""
+    kind: Any = type(value)
+    reduce = copyreg.dispatch_table.get(kind)
+    own = reduce is not None or (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__)
+    if not own or kind.__module__.startswith("torch."):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python deprecates some of them
+            return reduce(value) if reduce is not None else value.__reduce_ex__(2)
+    except Exception:  # noqa: BLE001 - whatever says that it cannot be copied
+        return None
+
+
+def _bytes_of(value: Any) -> list[str] | None:
+    """Arrays and torch's random number generators."""
     if isinstance(value, torch.Generator):
-        return f"{name} {hashlib.sha256(value.get_state().numpy().tobytes()).hexdigest()}"
-    if name.startswith("numpy.") and hasattr(value, "tobytes"):
+        return [_digest(value.get_state().numpy().tobytes())]
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         data = value.tobytes() if value.dtype.kind != "O" else repr(value.tolist()).encode()
-        return f"{name} {value.dtype} {value.shape} {hashlib.sha256(data).hexdigest()}"
-    return name
+        return [str(value.dtype), str(value.shape), _digest(data)]
+    return None
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _rest(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

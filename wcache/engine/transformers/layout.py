@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from wcache.engine import snapshot
 from wcache.engine.group import Group
 from wcache.engine.plain import plain
 from wcache.engine.snapshot import Skeleton
@@ -74,6 +75,7 @@ def layout_key(
         torch_version=str(torch.__version__),
         cuda_version=torch.version.cuda or torch.version.hip,
         extra={
+            "form": snapshot.FORM,
             "class": f"{type(model).__module__}.{type(model).__qualname__}",
             "code": _code(model),
             "config": config,

@@ -62,11 +62,7 @@ def _remove(model: nn.Module, names: Iterable[str]) -> None:
 def _follow(aliases: Iterable[tuple[Spot, str]], now: Mapping[str, torch.Tensor]) -> None:
     """Let these places hold what the model has under their names now."""
     for spot, name in aliases:
-        if name not in now or spot.tensor is now[name]:
-            continue
-        if isinstance(spot.owner, nn.Module):
-            spot.owner.__dict__[spot.key] = now[name]  # an assignment would make it a parameter there, too
-        else:
+        if name in now and spot.tensor is not now[name]:
             spot.put(now[name])
 
 
@@ -92,7 +88,8 @@ def _bind(
             else:
                 module.__dict__.pop(leaf, None)
                 module._parameters.pop(leaf, None)
-                module.register_buffer(leaf, tensors[name], persistent=spec.kind is Kind.BUFFER)
+                buffer = _as(module._buffers.get(leaf), tensors[name])
+                module.register_buffer(leaf, buffer, persistent=spec.kind is Kind.BUFFER)
     _refuse(problems)
 
 
@@ -164,8 +161,12 @@ def _attributes(
                 spot.put(_as(spot.tensor, captured))
 
 
-def _as(old: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return _like(old, tensor) if isinstance(old, nn.Parameter) else tensor
+def _as(old: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with what vLLM noted on the one that it replaces."""
+    if isinstance(old, nn.Parameter):
+        return _like(old, tensor)
+    tensor.__dict__.update(getattr(old, "__dict__", {}))
+    return tensor
 
 
 def _put_new(model: nn.Module, path: str, tensor: torch.Tensor) -> None:
@@ -209,20 +210,25 @@ def _difference(name: str, spec: TensorSpec, kind: Kind, tensor: torch.Tensor, b
 def check(model: nn.Module, manifest: Manifest) -> None:
     """Before anything is bound: does the shard belong to this skeleton? Raises StructureError, Miss.
 
-    Shapes and dtypes must be those that the publisher's model had before its weights were loaded.
+    Shapes and dtypes must be those that the publisher's model had before its weights were loaded: bare tensors are
+    often as large as the engine wants them.
     """
     _same_methods(capture.methods(model), manifest.extra.get("methods", {}))
     unpublished = {*manifest.extra.get("consumed", ()), *_absent(manifest)}
-    there = {name: (spec.shape, spec.dtype) for spec in manifest.tensors for name in spec.names}
-    there |= {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest.extra.get("reshaped", {}).items()}
-    problems = []
-    for name, _, tensor in capture.registered(model):
-        here = capture.shape_of(tensor)
-        if name not in there and name not in unpublished:
-            problems.append(f"{name}: not in the shard")
-        elif there.get(name, here) != here:
+    bound = (spec for spec in manifest.tensors if spec.kind is not Kind.ATTRIBUTE)
+    there = {name: (spec.shape, spec.dtype) for spec in bound for name in spec.names} | _shapes(manifest, "bare")
+    there |= _shapes(manifest, "reshaped")
+    bare = [(spot.path, capture.shape_of(spot.tensor)) for spot in capture.bare(model)]
+    registered = [(name, capture.shape_of(tensor)) for name, _, tensor in capture.registered(model)]
+    problems = [f"{name}: not in the shard" for name, _ in registered if name not in there.keys() | unpublished]
+    for name, here in (*registered, *bare):
+        if there.get(name, here) != here:
             problems.append(f"{name}: {_shape(there[name])} where it was loaded, {_shape(here)} here")
     _refuse(problems)
+
+
+def _shapes(manifest: Manifest, which: str) -> dict[str, capture.Shape]:
+    return {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest.extra.get(which, {}).items()}
 
 
 def _shape(shape: capture.Shape) -> str:

@@ -42,6 +42,11 @@ def bare(model: nn.Module) -> Iterator[Spot]:
     return state.bare(model, census.holds)
 
 
+def hidden(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that hang where nobody could put them back, by path."""
+    return census.hidden(model, [*(t for _, _, t in registered(model)), *(spot.tensor for spot in bare(model))])
+
+
 def methods(model: nn.Module) -> dict[str, str]:
     """The kernels that vLLM chose for each layer, as far as the model tells before its weights are there."""
     found = {}
@@ -83,6 +88,7 @@ class Before:
     facts: census.Facts
     methods: dict[str, str]
     shapes: dict[str, Shape]
+    bare: dict[str, Shape]
     modules: frozenset[str]
 
     @classmethod
@@ -91,6 +97,7 @@ class Before:
             census.facts(model),
             methods(model),
             {name: shape_of(tensor) for name, _, tensor in registered(model)},
+            {spot.path: shape_of(spot.tensor) for spot in bare(model)},
             frozenset(dict(model.named_modules(remove_duplicate=False))),
         )
 

@@ -5,7 +5,9 @@ Runs in the process that loaded from disk and in the one that attaches. A census
 after they were processed; what changed between the two decides the result as much as the tensors do (flags, scalars on
 the host, kernels that were picked, parameters that are None now). It travels with the shard; the attaching engine puts
 back what is plain and holds everything else against its own model.
-A fact is a plain value itself, or one key that says what is there: {"dtype": "int8"}, {"object": "module.Class"}.
+A fact is a plain value itself, or one key that says what is there: {"dtype": "int8"}, {"object": "module.Class"}. What
+vLLM's own objects, configurations of its libraries, containers, functions (closures, defaults) and hooks hold has facts
+of its own.
 Surprising: integers inside objects that loading made are engine sizes (tokens per step, workspaces), not weights: they
 are the attaching engine's own and are not compared.
 """
@@ -14,12 +16,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import math
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -27,16 +31,21 @@ from torch import nn
 
 from wcache.engine.state import MAX_DEPTH, OWN, PLAIN, join, registered
 
+FORM = 2  # of what a shard says of its model; part of the key: what another version of wcache wrote is another shard
 GONE = {"gone": ""}
-CLASS = "class"  # the key that names a parameter's class
+CLASS = "class"  # the key that names the class of a module or parameter
 PLAIN_PARAMETER = {"class": "torch.nn.parameter.Parameter"}
 
-# `training` is set after the load; how a parameter is loaded is no state of a loaded model.
-_IGNORED = frozenset({"training", "weight_loader", "_weight_loader", "_wcache_attachment"})
-_COMPILER = "_dynamo_"  # begins the notes that torch.compile leaves
+_IGNORED = frozenset({"weight_loader", "_weight_loader", "_wcache_attachment"})  # how it is loaded is no state of it
+_AFTERWARDS = frozenset({"training"})  # set by vLLM after the load, in all modules that it sees
+NOTES = ("_dynamo_", "_tensor_constant")  # begin what torch's compiler and tracer leave where they looked first
 _NOT_STATE = ("vllm.config", "vllm.compilation", "vllm.distributed", "vllm.platforms", "vllm.v1.worker", "vllm.logger",
               "vllm.lora")  # fmt: skip
+_TRANSFORMERS = ("transformers", "transformers_modules")
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_SEQUENCES = (list, tuple, deque)
+_CONTAINERS = (dict, set, frozenset, *_SEQUENCES)
+_SHOWN = (bytes, bytearray, complex, range, slice, Fraction)  # wholly, by repr()
 
 Facts = dict[str, Any]
 
@@ -74,49 +83,143 @@ class Names:
 
 def facts(model: nn.Module) -> Facts:
     """Every fact of a model, by path."""
-    names, found, seen = Names.of(model), Facts(), set[int]()
+    names = Names.of(model)
+    return {path: names.fact(value) for path, value in _everything(names)}
+
+
+def hidden(model: nn.Module, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors beside the known ones, by path: in functions, slots, sets, or in attributes of other tensors."""
+    ids = set(map(id, known))
+    found = ((path, value) for path, value in _everything(Names.of(model)) if isinstance(value, torch.Tensor))
+    return {path: tensor for path, tensor in found if id(tensor) not in ids}
+
+
+def _everything(names: Names) -> Iterator[tuple[str, Any]]:
+    """What a model is besides its parameters and buffers, each thing once with all that hangs on it, by path."""
+    seen = set[int]()
     for name, module in names.modules.items():
+        yield f"{name}@{CLASS}", type(module)
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             where = join(name, leaf)
             if tensor is None:
-                found[where] = None
-            elif isinstance(tensor, nn.Parameter):
-                found[f"{where}@{CLASS}"] = {"class": _name(type(tensor))}
-                found |= {f"{where}@{key}": names.fact(value) for key, value in _items(tensor)}
-        _walk(module, name, names, found, seen, 0)
-    return found
+                yield where, None
+                continue
+            if isinstance(tensor, nn.Parameter):
+                yield f"{where}@{CLASS}", type(tensor)
+            for key, value in _items(tensor):
+                yield f"{where}@{key}", value
+                yield from _walk(value, f"{where}@{key}", names, seen, 1, tensor)
+        for leaf, child in module._modules.items():
+            if names.of_module.get(id(child)) != join(name, leaf):  # none, or known by another name
+                yield join(name, leaf), child
+        yield from _walk(module, name, names, seen, 0)
 
 
-def _walk(owner: Any, path: str, names: Names, found: Facts, seen: set[int], depth: int) -> None:
+def _walk(
+    owner: Any, path: str, names: Names, seen: set[int], depth: int, above: Any = None
+) -> Iterator[tuple[str, Any]]:
+    """What hangs on an object that is looked into; `above`: what it hangs on itself."""
+    of_module = depth == 0
     if id(owner) in seen or depth > MAX_DEPTH:
         return
+    if not of_module and (id(owner) in names.of_module or not _opens(owner)):
+        return
+    if isinstance(owner, types.MethodType) and owner.__self__ is above:
+        return
     seen.add(id(owner))
-    for key, value in _items(owner, registered_module=id(owner) in names.of_module):
-        where = f"{path}[{key!r}]" if isinstance(owner, dict | list | tuple) else join(path, str(key))
-        fact = found[where] = names.fact(value)
-        if isinstance(fact, dict) and "object" in fact and _opens(value):
-            _walk(value, where, names, found, seen, depth + 1)
+    for key, value in _items(owner, registered_module=of_module):
+        where = f"{path}[{_quoted(key)}]" if isinstance(owner, _CONTAINERS) else join(path, str(key))
+        yield where, value
+        yield from _walk(value, where, names, seen, depth + 1, owner)
 
 
 def _opens(value: Any) -> bool:
-    return isinstance(value, dict | list | tuple | nn.Module) or (hasattr(value, "__dict__") and holds(value))
+    """Whether what it holds has facts of its own."""
+    if isinstance(value, _CONTAINERS):
+        return bool(value) and (_is_hooks(value) or _container(value) is None)
+    if isinstance(value, type | torch.Tensor | Enum):
+        return False
+    return isinstance(value, (nn.Module, *_CALLABLE)) or holds(value) or _is_configuration(type(value))
+
+
+def _is_configuration(kind: type) -> bool:
+    """Of Transformers, or of compressed-tensors, which vLLM's methods keep."""
+    library = kind.__module__.partition(".")[0]
+    return library == "compressed_tensors" or (library in _TRANSFORMERS and kind.__name__.endswith("Config"))
 
 
 def _items(owner: Any, *, registered_module: bool = False) -> list[tuple[Any, Any]]:
     """What hangs on an object; of a registered module not what it registers, which has names of its own."""
+    if _is_hooks(owner):
+        return list(enumerate(owner.values()))
     if isinstance(owner, dict):
-        return [(k, v) for k, v in owner.items() if isinstance(k, str | int)]
-    if isinstance(owner, list | tuple):
+        return _sorted((_key(k), v) for k, v in owner.items())
+    if isinstance(owner, set | frozenset):
+        return list(enumerate(sorted(owner, key=lambda v: _words(_fact(v)))))
+    if isinstance(owner, _SEQUENCES):
         return list(enumerate(owner))
-    left_out = _IGNORED | OWN if registered_module else _IGNORED
-    return [(k, v) for k, v in vars(owner).items() if k not in left_out and not k.startswith(_COMPILER)]
+    if isinstance(owner, _CALLABLE):
+        return _given(owner)
+    left_out = _IGNORED | OWN | _AFTERWARDS if registered_module else _IGNORED
+    own = {name: getattr(owner, name) for name in _slots(owner.__class__) if hasattr(owner, name)}
+    own |= getattr(owner, "__dict__", {})
+    return _sorted((k, v) for k, v in own.items() if k not in left_out and not k.startswith(NOTES))
+
+
+def _sorted(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """What hangs in two places goes by the same one wherever it was put there in another order."""
+    return sorted(items, key=lambda item: str(item[0]))
+
+
+def _is_hooks(value: Any) -> bool:
+    """Torch counts up the keys of a module's hooks."""
+    return type(value) is OrderedDict and all(type(k) is int for k in value)
+
+
+def _key(key: Any) -> Any:
+    return key if type(key) in PLAIN else _words(_fact(key))
+
+
+def _quoted(key: Any) -> str:
+    """A key of a container as a path's step; `_last_step` reads it."""
+    return repr(key).replace("[", r"\x5b").replace("@", r"\x40")
+
+
+@functools.cache
+def _slots(kind: type) -> list[str]:
+    """Names of what a class keeps outside the dictionary of its objects."""
+    return [n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, types.MemberDescriptorType)]
+
+
+def _given(function: Any) -> list[tuple[str, Any]]:
+    """What a function has been given to work with besides its arguments."""
+    if isinstance(function, types.MethodType):
+        return [("__self__", function.__self__), ("__func__", function.__func__)]
+    if isinstance(function, functools.partial):
+        return [("func", function.func), ("args", function.args), ("keywords", function.keywords)]
+    if not isinstance(function, types.FunctionType):
+        return []
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return [
+        *((name, cell.cell_contents) for name, cell in cells if _is_filled(cell)),
+        *((f"__default{i}__", value) for i, value in enumerate(function.__defaults__ or ())),
+        *(function.__kwdefaults__ or {}).items(),
+    ]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _fact(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if type(value) in PLAIN:
+    if _is_plain(value):
         return value
+    if type(value) in (float, int):
+        return {type(value).__name__: str(value)}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -125,34 +228,57 @@ def _fact(value: Any) -> Any:
         return {"enum": f"{_name(type(value))}.{value.name}"}
     if isinstance(value, type):
         return {"class": _name(value)}
-    if isinstance(value, _CALLABLE):
+    if isinstance(value, _CALLABLE) or type(value).__module__ == "torch._ops":
         return _callable(value)
-    return _container(value) or {"object": _name(type(value))}
+    return _container(value) or _object(value)
 
 
 def _callable(value: Any) -> Any:
     if isinstance(value, types.MethodType):
         return {"method": value.__func__.__qualname__}
     if isinstance(value, functools.partial):
-        return {"callable": f"partial {getattr(value.func, '__qualname__', '')}"}
-    return {"callable": value.__qualname__}
+        return {"callable": "partial"}
+    if not isinstance(value, types.FunctionType):
+        return {"callable": getattr(value, "__qualname__", str(value))}
+    line = value.__code__.co_firstlineno  # tells two lambdas of one function apart
+    return {"callable": f"{value.__module__}.{value.__qualname__}:{line}"}
 
 
 def _container(value: Any) -> Any:
-    """A list, tuple, set or dict of plain values, as itself; hooks, whose keys torch counts up, as their number."""
-    if type(value) is OrderedDict and all(type(k) is int for k in value):
+    """A list, tuple, set or dict of plain values, as itself; hooks as their number."""
+    if _is_hooks(value):
         return {"hooks": len(value)}
-    if type(value) in (list, tuple, torch.Size) and all(type(v) in PLAIN for v in value):
+    if type(value) in (list, tuple, torch.Size) and all(map(_is_plain, value)):
         return {"list" if type(value) is list else "tuple": list(value)}
     if type(value) is set and all(type(v) is str for v in value):
         return {"set": sorted(value)}
-    if type(value) is dict and all(type(k) is str and type(v) in PLAIN for k, v in value.items()):
+    if type(value) is dict and all(type(k) is str and _is_plain(v) for k, v in value.items()):
         return {"dict": dict(value)}
     return None
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a manifest can hold the value as it is."""
+    if isinstance(value, float):
+        return type(value) is float and math.isfinite(value)
+    return type(value) in PLAIN and (type(value) is not int or -(2**63) <= value < 2**64)
+
+
+def _object(value: Any) -> Any:
+    """An object by its class, and those of which nothing else is said by what they are."""
+    name = _name(type(value))
+    if isinstance(value, _SHOWN):
+        return {"object": f"{name} {value!r}"}
+    if isinstance(value, torch.Generator):
+        value = value.get_state().numpy()
+    if name.startswith("numpy.") and hasattr(value, "tobytes"):
+        data = value.tobytes() if value.dtype.kind != "O" else repr(value.tolist()).encode()
+        return {"object": f"{name} {value.dtype} {value.shape} {hashlib.sha256(data).hexdigest()}"}
+    return {"object": name}
+
+
 def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"  # what exec() makes may have no module
 
 
 # --- what loading changed ---------------------------------------------------------------------------------------------
@@ -160,17 +286,24 @@ def _name(kind: type) -> str:
 
 def changes(before: Facts, after: Facts) -> Facts:
     """What is new, different, or GONE after the weights were loaded and processed."""
-    found = {path: fact for path, fact in after.items() if path not in before or not _same(before[path], fact)}
+    found = {path: fact for path, fact in after.items() if path not in before or not same(before[path], fact)}
     return found | {path: GONE for path in before.keys() - after.keys()}
 
 
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)
+def same(a: Any, b: Any) -> bool:
+    """Whether two facts are one: True is not 1, and zero is not minus zero."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return repr(a) == repr(b) if isinstance(a, float) else bool(a == b)
 
 
 def unrestorable(changed: Facts, prefixes: Iterable[str] | None = None) -> str | None:
     """The first change below one of the modules, or anywhere, that only vLLM itself could make again, in words."""
-    below = ("",) if prefixes is None else tuple(f"{prefix}." for prefix in prefixes)
+    below = ("",) if prefixes is None else tuple(f"{prefix}{step}" for prefix in prefixes for step in ".@")
     for path, fact in sorted(changed.items()):
         if path.startswith(below) and not _plain(fact) and fact != PLAIN_PARAMETER:
             return f"{path} ({', '.join(f'{k} {v}' for k, v in fact.items())})"
@@ -194,7 +327,7 @@ class Places:
 
     def fact(self, path: str) -> Any:
         owner, key = self.split(path)
-        if path.endswith(f"@{CLASS}") and isinstance(owner, nn.Parameter):
+        if path.endswith(f"@{CLASS}") and isinstance(owner, nn.Parameter | nn.Module):
             return {"class": _name(type(owner))}
         value = _get(owner, key)
         if isinstance(value, torch.Tensor) and isinstance(owner, nn.Module) and key not in vars(owner):
@@ -220,20 +353,20 @@ def _last_step(path: str) -> tuple[str, Any]:
     if path.endswith("]"):
         at = path.rfind("[")
         return path[:at], ast.literal_eval(path[at + 1 : -1])
-    where, _, key = path.rpartition("@" if "@" in path else ".")
-    return where, key
+    at = max(path.rfind("."), path.rfind("@"))
+    return path[: max(at, 0)], path[at + 1 :]
 
 
 def _get(owner: Any, key: Any) -> Any:
-    if isinstance(owner, dict):
-        return owner.get(key, _NOTHING)
-    if isinstance(owner, list | tuple):
-        return owner[key] if key < len(owner) else _NOTHING
+    if owner is _NOTHING:
+        return _NOTHING
+    if isinstance(owner, (*_CONTAINERS, *_CALLABLE)):
+        return dict(_items(owner)).get(key, _NOTHING)
     own = getattr(owner, "__dict__", {})
-    for among in (own, own.get("_parameters", {}), own.get("_buffers", {})):
+    for among in (own, own.get("_parameters", {}), own.get("_buffers", {}), own.get("_modules", {})):
         if key in among:
             return among[key]
-    return _NOTHING
+    return getattr(owner, key, _NOTHING) if key in _slots(owner.__class__) else _NOTHING
 
 
 def restore(model: nn.Module, changed: Facts) -> None:
@@ -243,7 +376,7 @@ def restore(model: nn.Module, changed: Facts) -> None:
         if path.endswith(f"@{CLASS}") or not _plain(fact) or (type(fact) is int and _inside(path, made)):
             continue
         owner, key = places.split(path)
-        if owner is _NOTHING or _same(places.fact(path), fact):
+        if owner is _NOTHING or same(places.fact(path), fact):
             continue
         if fact == GONE:
             _remove(owner, key)
@@ -260,8 +393,8 @@ def _value(fact: Any, owner: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "tensor":  # what is no parameter or buffer has been captured, and is put back with the tensors
         return tensors.get(said, _KEEP)
     make: dict[str, Callable[[Any], Any]] = {
-        "dtype": lambda name: getattr(torch, name), "float": float, "list": list, "tuple": tuple, "set": set,
-        "dict": dict,
+        "dtype": lambda name: getattr(torch, name), "float": float, "int": int, "list": list, "tuple": tuple,
+        "set": set, "dict": dict,
     }  # fmt: skip
     return make[kind](said)
 
@@ -269,14 +402,14 @@ def _value(fact: Any, owner: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 def _put(owner: Any, key: Any, value: Any) -> None:
     if isinstance(owner, dict | list):
         owner[key] = value
-    elif not isinstance(owner, tuple):
+    elif not isinstance(owner, (*_CONTAINERS, *_CALLABLE)):
         setattr(owner, key, value)
 
 
 def _remove(owner: Any, key: Any) -> None:
     if isinstance(owner, dict):
         owner.pop(key, None)
-    elif not isinstance(owner, list | tuple) and key in vars(owner):
+    elif not isinstance(owner, (*_CONTAINERS, *_CALLABLE)) and key in vars(owner):
         delattr(owner, key)
 
 
@@ -286,7 +419,7 @@ def differences(model: nn.Module, changed: Facts) -> list[str]:
     found = []
     for path, fact in changed.items():
         here = places.fact(path)
-        if not _same(here, fact) and not (type(here) is type(fact) is int and _inside(path, made)):
+        if not same(here, fact) and not (type(here) is type(fact) is int and _inside(path, made)):
             found.append(f"{path}: {_words(here)} here, {_words(fact)} where it was loaded")
     return sorted(found)
 

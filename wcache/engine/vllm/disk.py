@@ -18,14 +18,15 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from wcache.engine.vllm import beside
 from wcache.engine.vllm.capture import Before
 
 
 class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
-    """vLLM's default loader; `before`, `removed` and `files` are filled by `load_model`.
+    """vLLM's default loader; `before`, `removed`, `files` and `opened` are filled by `load_model`.
 
-    `removed`: modules that served to load the weights and are gone since. `on_bytes` is called with the bytes of the
-    checkpoint that have been read so far.
+    `removed`: modules that served to load the weights and are gone since. `files`: the checkpoint's, `opened`: any that
+    Python code read meanwhile. `on_bytes` is called with the bytes of the checkpoint that have been read so far.
     """
 
     before: Before | None = None
@@ -34,11 +35,12 @@ class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
         plain = dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
         super().__init__(plain)
         self.files: set[Path] = set()
+        self.opened: set[str] = set()
         self.removed: list[str] = []
         self.on_bytes: Callable[[int], None] | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
-        with unpacked_linear():
+        with unpacked_linear(), beside.noted() as self.opened:
             model: nn.Module = super().load_model(*args, **kwargs)
             return model
 

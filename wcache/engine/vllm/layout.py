@@ -10,7 +10,6 @@ without experts are the same shard.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -20,7 +19,8 @@ from typing import Any
 import torch
 
 from wcache.engine.plain import plain as plain
-from wcache.engine.vllm import drafts
+from wcache.engine.vllm import census, drafts
+from wcache.engine.vllm.beside import sha256
 from wcache.weights.fingerprint import LayoutKey, digest
 
 ENGINE = "vllm"
@@ -162,6 +162,7 @@ def _backends(vllm_config: Any) -> dict[str, Any]:
 def _extra(vllm_config: Any, model_config: Any, model_class: type, directory: Path) -> dict[str, Any]:
     parallel = vllm_config.parallel_config
     found = {
+        "form": census.FORM,
         "model_class": f"{model_class.__module__}.{model_class.__qualname__}",
         "hf_overrides": _hf_overrides(vllm_config, model_config),
         "runner": str(getattr(model_config, "runner_type", "")),
@@ -198,7 +199,7 @@ def _pooling(model_config: Any, directory: Path) -> dict[str, str] | None:
     files = {f for pattern in _POOLING for f in directory.glob(pattern)}
     for folder in _folders(directory / "modules.json"):
         files |= set((directory / folder).iterdir()) if folder and (directory / folder).is_dir() else set()
-    return {str(f.relative_to(directory)): _sha256(f) for f in sorted(files) if f.is_file()}
+    return {str(f.relative_to(directory)): sha256(f) for f in sorted(files) if f.is_file()}
 
 
 def _folders(modules: Path) -> list[str]:
@@ -207,11 +208,6 @@ def _folders(modules: Path) -> list[str]:
     said = json.loads(modules.read_bytes())
     listed = said.get("modules", []) if isinstance(said, dict) else said
     return [str(m.get("path", "")) for m in listed]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _lora(vllm_config: Any, model_config: Any) -> bool | None:

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from wcache.engine.client import as_miss
 from wcache.engine.election import say_mapped, say_missed
 from wcache.engine.publish import Publication
-from wcache.engine.vllm import bind, drafts, guard, methods, options, session, writeback
+from wcache.engine.vllm import beside, bind, drafts, guard, methods, options, session, writeback
 from wcache.engine.vllm.disk import DiskLoader, unpacked_linear
 from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.plugin import share_handlers
@@ -103,8 +103,11 @@ class WcacheLoader(BaseModelLoader):  # type: ignore[misc]
         from vllm.model_executor.utils import weights_already_processed
 
         held = outcome.attachment
-        assert held is not None
+        assert held is not None and outcome.request is not None
         manifest, clock = held.manifest, Clock(outcome.seconds)
+        other = beside.differing(outcome.request.survey.directory, manifest.extra.get("beside", {}))
+        if other is not None:
+            raise Miss(MissReason.CONTENT, f"the model reads {other} as well, which differs from where it was loaded")
         target = torch.device(self.load_config.device or vllm_config.device_config.device)
         with skeleton(vllm_config, model_config, prefix) as model, ExitStack() as unwind:
             clock.lap("skeleton")

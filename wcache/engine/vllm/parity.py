@@ -24,19 +24,30 @@ _SERVING = "kv_cache"  # what an attention layer is given after the load, and wr
 
 
 def portrait(model: nn.Module) -> Portrait:
-    """`tensors` by name: [kind, class, dtype, shape, stride, SHA-256]; `facts` by path."""
-    tensors = {name: [str(kind), type(t).__name__, *_of(t)] for name, kind, t in capture.registered(model)}
-    bare = [spot for spot in capture.bare(model) if _leaf(spot.path) != _SERVING]
-    tensors |= {spot.path: ["attribute", type(spot.tensor).__name__, *_of(spot.tensor)] for spot in bare}
-    return {"tensors": tensors, "facts": census.facts(model)}
+    """`tensors` by name: [kind, class, dtype, shape, stride, device, SHA-256, first name]; `facts` by path."""
+    registered = list(capture.registered(model))
+    first: dict[int, str] = {}
+    for name, _, t in registered:
+        first.setdefault(id(t), name)
+    tensors = {name: [str(kind), *_of(t), first[id(t)]] for name, kind, t in registered}
+    bare = [(spot.path, "attribute", spot.tensor) for spot in capture.bare(model)]
+    beside = [*bare, *((path, "hidden", t) for path, t in capture.hidden(model).items())]
+    tensors |= {path: [kind, *_of(t), ""] for path, kind, t in beside if _decides(_leaf(path))}
+    training = [name for name, module in model.named_modules() if module.training]
+    return {"tensors": tensors, "facts": {**census.facts(model), "training": training}}
 
 
 def _leaf(path: str) -> str:
     return path.rpartition(".")[2].partition("[")[0]
 
 
+def _decides(leaf: str) -> bool:
+    return leaf != _SERVING and not leaf.startswith(census.NOTES)
+
+
 def _of(tensor: torch.Tensor) -> list[Any]:
-    return [dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride()), _digest(tensor)]
+    what = [type(tensor).__name__, dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+    return [*what, tensor.device.type, _digest(tensor)]
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -54,6 +65,6 @@ def differences(disk: Mapping[str, Any], warm: Mapping[str, Any]) -> list[str]:
         for name in sorted(one.keys() | other.keys()):
             if name not in one or name not in other:
                 found.append(f"{name}: only {'attached' if name in other else 'from disk'}")
-            elif one[name] != other[name]:
+            elif not census.same(one[name], other[name]):
                 found.append(f"{name}: {one[name]} from disk, {other[name]} attached")
     return found

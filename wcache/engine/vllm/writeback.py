@@ -18,7 +18,7 @@ from torch import nn
 
 from wcache.engine.client import Attachment
 from wcache.engine.publish import Publication
-from wcache.engine.vllm import capture, census, methods
+from wcache.engine.vllm import beside, capture, census, methods
 from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.request import Request
 from wcache.engine.vllm.skeleton import Preview
@@ -62,8 +62,10 @@ def publish(
             "methods": before.methods,
             "consumed": before.consumed(model),
             "reshaped": before.reshaped(model),
+            "bare": before.bare,
             "absent": capture.on_meta(model),
             "removed": disk.removed,
+            "beside": beside.digests(request.survey, disk.opened),
         },
         model=request.query.model,
     )
@@ -92,6 +94,9 @@ def _objection(
     made = census.unrestorable(changed, methods.rebuilt(model))
     if made is not None:
         return f"post-processing made what cannot be put back: {made}"
+    hidden = [path for path, tensor in capture.hidden(model).items() if not tensor.is_meta]
+    if hidden:
+        return f"{hidden[0]} is a tensor where it cannot be put back"
     known = tuple(f"{name}." for name in methods.rebuilt(model))  # whose kernels drop what they do not use
     emptied = [name for name in disk.before.emptied(model) if not name.startswith(known)]
     if emptied:
