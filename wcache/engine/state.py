@@ -24,6 +24,7 @@ from wcache.model import Kind
 MAX_DEPTH = 32  # of helper objects below a module; each is seen once
 OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 PLAIN = (bool, int, float, str, type(None))
+_LEAVES, _WANTED = frozenset(PLAIN), (torch.Tensor, torch.device)
 
 Holds = Callable[[Any], bool]  # whether a helper object (no container) may hold tensors
 
@@ -118,14 +119,16 @@ def _walk(
         return
     seen.add(id(owner))
     for key, found in _items(owner, id(owner) in known):
+        if type(found) in _LEAVES:  # most attributes are
+            continue
         referent = _referent(found)
         value, weak = (found, False) if referent is None else (referent, True)
-        spot = Spot(join(path, str(key)), owner, key, value, above if isinstance(owner, tuple) else None, weak)
-        if isinstance(value, torch.Tensor | torch.device):
+        wanted = isinstance(value, _WANTED)
+        if wanted or (_may_hold_tensors(value, holds) and id(value) not in known):
+            spot = Spot(join(path, str(key)), owner, key, value, above if isinstance(owner, tuple) else None, weak)
             yield spot
-        elif _may_hold_tensors(value, holds) and id(value) not in known:
-            yield spot
-            yield from _walk(value, spot.path, known, seen, depth + 1, holds, spot)
+            if not wanted:
+                yield from _walk(value, spot.path, known, seen, depth + 1, holds, spot)
 
 
 def _referent(value: Any) -> torch.Tensor | None:
