@@ -121,6 +121,7 @@ functions = [lambda x, by=2: x * by,
              lambda x, by=2: x + by]
 layer.act, layer.held, layer.slotted = functions[0], [functools.partial(max, 1)], Slotted()
 layer.true, layer.zero, layer.by_kind, layer.array, layer.slotted.value = True, 0.0, {int: 1}, numpy.ones(2), 1
+layer.dice = torch.Generator()
 layer.register_forward_hook(functions[0])
 layer.twin = layer.input_layernorm
 """
@@ -136,6 +137,7 @@ OTHERS = {
     "minus zero": "layer.zero = -0.0",
     "key that is no text": "layer.by_kind[int] = 2",
     "array": "layer.array[0] = 2",
+    "random numbers": "torch.rand(2, generator=layer.dice)",
     "slot": "layer.slotted.value = 2",
     "note on a tensor": "layer.mlp.down_proj.weight.note = 1",
     "configuration of a library": "child._model('engine').config.rms_norm_eps *= 2",

@@ -224,13 +224,13 @@ def _rehearsal() -> Iterator[None]:
 
 def _remembered(module: nn.Module, rehearsed: nn.Module) -> dict[int, torch.Tensor]:
     """Tensors of a factory's run on the meta device that it gave out again."""
-    old = {id(t) for _, t in _tensors(rehearsed) if t.is_meta} if module is not rehearsed else ()
-    return {id(t): t for _, t in _tensors(module) if id(t) in old}
+    old = {id(t) for t in _tensors(rehearsed) if t.is_meta} if module is not rehearsed else ()
+    return {id(t): t for t in _tensors(module) if id(t) in old}
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((name, tensor) for name, _, tensor in state.registered(module))
-    yield from ((spot.path, spot.tensor) for spot in state.bare(module, snapshot.holds))
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from (tensor for _, _, tensor in state.registered(module))
+    yield from (spot.tensor for spot in state.bare(module, snapshot.holds))
 
 
 def _layout(module: nn.Module, before: Skeleton) -> LayoutKey:

@@ -50,9 +50,9 @@ class Target:
         return Origin.ENGINE if self.spec is None else Origin.PRELOAD
 
 
-def may_publish(target: Target) -> bool:
-    """Whether what this engine loads is ever given to a rank; a copying engine keeps what it has to itself."""
-    return target.publish and target.mode is not Mode.COPY
+def may_publish(publish: bool, mode: Mode) -> bool:
+    """Whether what an engine loads is ever given to a rank; a copying engine keeps what it has to itself."""
+    return publish and mode is not Mode.COPY
 
 
 def look(
@@ -84,7 +84,7 @@ def elect(
 
     `claim`: the right to publish, None if it is resident by now. `ask`: attach, waiting for another writer.
     """
-    if not may_publish(target):
+    if not may_publish(target.publish, target.mode):
         return miss, None
     for _ in range(_ROUNDS):
         if miss.reason not in _PUBLISHABLE:

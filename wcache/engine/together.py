@@ -144,7 +144,7 @@ def elect(
     `ask`: as for `attach`. `target.publish` and `target.mode` are the same on all ranks.
     """
     query = request.query
-    if not may_publish(target):
+    if not may_publish(target.publish, target.mode):
         return miss, None
     contents = group.gather(words(query.content))
     if any(content != contents[0] for content in contents):

@@ -249,7 +249,7 @@ class _Marker:
             return [str(value)]
         if isinstance(value, type):
             return [type_name(value)]
-        found = _bytes_of(value)
+        found = None if hasattr(type(value), "mask") else bytes_of(value)  # what a mask hides only its copy tells
         if found is not None:
             return found
         reduced = None if isinstance(value, nn.Module) else _reduced(value)
@@ -262,9 +262,15 @@ class _Marker:
 
 def fields(value: Any) -> Iterator[tuple[str, Any]]:
     """Attributes of an object, in its `__dict__` and in slots."""
+    kind: Any = type(value)
     yield from getattr(value, "__dict__", {}).items()
-    slots = {n for kind in type(value).__mro__ for n, m in vars(kind).items() if isinstance(m, MemberDescriptorType)}
-    yield from ((name, getattr(value, name)) for name in sorted(slots) if hasattr(value, name))
+    yield from ((name, getattr(value, name)) for name in slots(kind) if hasattr(value, name))
+
+
+@functools.cache
+def slots(kind: type) -> list[str]:
+    """Names of what a class keeps outside the dictionary of its objects."""
+    return sorted({n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, MemberDescriptorType)})
 
 
 def closure(function: FunctionType) -> list[Any]:
@@ -288,11 +294,11 @@ def _reduced(value: Any) -> Any:
         return None
 
 
-def _bytes_of(value: Any) -> list[str] | None:
-    """Arrays and torch's random number generators."""
+def bytes_of(value: Any) -> list[str] | None:
+    """What arrays and torch's random number generators hold; None for other values."""
     if isinstance(value, torch.Generator):
         return [_digest(value.get_state().numpy().tobytes())]
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+    if f"{type(value).__module__}.".startswith("numpy.") and hasattr(value, "tobytes"):
         data = value.tobytes() if value.dtype.kind != "O" else repr(value.tolist()).encode()
         return [str(value.dtype), str(value.shape), _digest(data)]
     return None

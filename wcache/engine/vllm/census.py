@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import math
 import types
 from collections import OrderedDict, deque
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wcache.engine import values
 from wcache.engine.state import MAX_DEPTH, OWN, PLAIN, join, registered
 
 FORM = 2  # of what a shard says of its model; part of the key: what another version of wcache wrote is another shard
@@ -161,7 +161,7 @@ def _items(owner: Any, *, registered_module: bool = False) -> list[tuple[Any, An
     if isinstance(owner, _CALLABLE):
         return _given(owner)
     left_out = _IGNORED | OWN | _AFTERWARDS if registered_module else _IGNORED
-    own = {name: getattr(owner, name) for name in _slots(owner.__class__) if hasattr(owner, name)}
+    own = {name: getattr(owner, name) for name in values.slots(owner.__class__) if hasattr(owner, name)}
     own |= getattr(owner, "__dict__", {})
     return _sorted((k, v) for k, v in own.items() if k not in left_out and not k.startswith(NOTES))
 
@@ -183,12 +183,6 @@ def _key(key: Any) -> Any:
 def _quoted(key: Any) -> str:
     """A key of a container as a path's step; `_last_step` reads it."""
     return repr(key).replace("[", r"\x5b").replace("@", r"\x40")
-
-
-@functools.cache
-def _slots(kind: type) -> list[str]:
-    """Names of what a class keeps outside the dictionary of its objects."""
-    return [n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, types.MemberDescriptorType)]
 
 
 def _given(function: Any) -> list[tuple[str, Any]]:
@@ -269,12 +263,7 @@ def _object(value: Any) -> Any:
     name = _name(type(value))
     if isinstance(value, _SHOWN):
         return {"object": f"{name} {value!r}"}
-    if isinstance(value, torch.Generator):
-        value = value.get_state().numpy()
-    if name.startswith("numpy.") and hasattr(value, "tobytes"):
-        data = value.tobytes() if value.dtype.kind != "O" else repr(value.tolist()).encode()
-        return {"object": f"{name} {value.dtype} {value.shape} {hashlib.sha256(data).hexdigest()}"}
-    return {"object": name}
+    return {"object": " ".join([name, *(values.bytes_of(value) or ())])}
 
 
 def _name(kind: type) -> str:
@@ -366,7 +355,7 @@ def _get(owner: Any, key: Any) -> Any:
     for among in (own, own.get("_parameters", {}), own.get("_buffers", {}), own.get("_modules", {})):
         if key in among:
             return among[key]
-    return getattr(owner, key, _NOTHING) if key in _slots(owner.__class__) else _NOTHING
+    return getattr(owner, key, _NOTHING) if key in values.slots(owner.__class__) else _NOTHING
 
 
 def restore(model: nn.Module, changed: Facts) -> None:

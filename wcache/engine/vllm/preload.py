@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 
 from wcache.config import Config
 from wcache.engine import together
+from wcache.engine.election import Target, claim
 from wcache.engine.loader import Report, device_of
-from wcache.engine.publish import Publication, begin
+from wcache.engine.options import Where
+from wcache.engine.publish import Publication
 from wcache.engine.rendezvous import meet
 from wcache.engine.tensors import torch_device
 from wcache.engine.vllm import drafts, writeback
@@ -28,7 +31,7 @@ from wcache.engine.vllm.group import Group
 from wcache.engine.vllm.request import Request, prepare
 from wcache.engine.vllm.skeleton import preview
 from wcache.errors import ConfigError, PublishError
-from wcache.model import BackendName, Origin
+from wcache.model import BackendName
 from wcache.protocol.connection import connect
 from wcache.protocol.messages import Progress
 from wcache.weights.checkpoint import open_checkpoint
@@ -49,7 +52,7 @@ def run(config: Config, rank: int, socket: Path, spec: str) -> None:
     vllm_config, device = vllm_config_of(config, rank), device_for(config, rank)
     form_group(vllm_config, config, rank, device, socket.parent)
     target = Wanted(config, socket, vllm_config, vllm_config.model_config, vllm_config)
-    target.load(origin=Origin.PRELOAD, spec=spec)
+    target.load(spec=spec)
     if drafts.draft_of(vllm_config) is not None:
         _load_draft(config, socket, vllm_config)
 
@@ -75,16 +78,11 @@ class Wanted:
     made: Any
     prefix: str = ""
 
-    def load(self, *, origin: Origin = Origin.ENGINE, spec: str | None = None) -> None:
-        """Load and publish, unless it is resident. Raises WcacheError. Collective."""
-        asked, config = self._request(), self.config
-        publication = begin(
-            asked.query, self.socket,
-            origin=origin,
-            bytes_total=asked.size,
-            spec=spec, name="loader", device=asked.device,
-            wait_s=config.timeouts.state_s, connect_timeout_s=config.timeouts.connect_s,
-        )  # fmt: skip
+    def load(self, *, spec: str | None = None) -> None:
+        """Load and publish, unless it is resident. Raises WcacheError. Collective. `spec`: the preload's."""
+        asked, limits = self._request(), self.config.timeouts
+        where = Where(self.socket, "loader", asked.device, limits.connect_s, time.monotonic() + limits.state_s)
+        publication = claim(asked.query, Target(where, spec=spec), asked.size, wait_s=where.left_s)
         if publication is None:
             log.info("already resident: nothing to read")
             return

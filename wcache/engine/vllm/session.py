@@ -119,7 +119,7 @@ def target(request: Request, options: Options, deadline: float) -> Target:
 def may_publish(outcome: Outcome, options: Options) -> bool:
     """Whether this rank's daemon may want what this engine is going to load."""
     pointless = isinstance(outcome.error, Miss) and outcome.error.reason in POINTLESS
-    return outcome.request is not None and options.publish and options.mode is not Mode.COPY and not pointless
+    return outcome.request is not None and election.may_publish(options.publish, options.mode) and not pointless
 
 
 def elect(outcome: Outcome, options: Options) -> Publication | None:
