@@ -262,15 +262,9 @@ class _Marker:
 
 def fields(value: Any) -> Iterator[tuple[str, Any]]:
     """Attributes of an object, in its `__dict__` and in slots."""
-    kind: Any = type(value)
     yield from getattr(value, "__dict__", {}).items()
-    yield from ((name, getattr(value, name)) for name in slots(kind) if hasattr(value, name))
-
-
-@functools.cache
-def slots(kind: type) -> list[str]:
-    """Names of what a class keeps outside the dictionary of its objects."""
-    return sorted({n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, MemberDescriptorType)})
+    slots = {n for kind in type(value).__mro__ for n, m in vars(kind).items() if isinstance(m, MemberDescriptorType)}
+    yield from ((name, getattr(value, name)) for name in sorted(slots) if hasattr(value, name))
 
 
 def closure(function: FunctionType) -> list[Any]:
