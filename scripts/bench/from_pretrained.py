@@ -121,8 +121,6 @@ def made(model: str, scratch: Path, device: str) -> Path:
     """The checkpoint directory; `random:GB` is made here, a file at a time."""
     if not model.startswith("random:"):
         return Path(model)
-    here = str(Path(__file__).parent)  # where this file would be taken for transformers
-    sys.path[:] = [path for path in sys.path if path != here]
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

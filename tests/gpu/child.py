@@ -307,7 +307,81 @@ def engine(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
     return {"wrong": wrong, "own": len(storages) == len(tensors), "on_gpu": on_gpu, "seconds": took, **said}, []
 
 
-_ROLES = (devices, exporter, importer, refused, reader, stray_writer, writes, digester, loader, publish, attach, engine)
+def modules(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
+    """`wcache.cached` on the GPU, made and mapped: a module that keeps tensors on the host, one that keeps a parameter.
+
+    Says which tensors are elsewhere or otherwise once they are mapped, and why the second was not shared.
+    """
+    import equality
+    import torch
+    from torch import nn
+
+    import wcache
+    from wcache.errors import Miss
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.zeros(4, dtype=torch.bool))
+            self.register_buffer("lengths", torch.zeros(3, dtype=torch.int64, device="cpu"))
+            self.scale = torch.zeros((), device="cpu")
+            self.tables = {"host": torch.zeros(0, device="cpu"), "here": torch.zeros(2)}
+            self.made_by_loading: Any = None
+
+    class Away(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, device="cpu"))
+
+    def load(module: nn.Module) -> None:
+        if isinstance(module, Spread):
+            module.made_by_loading = torch.ones(2, device="cpu")
+        for i, tensor in enumerate(equality.named(module).values()):
+            tensor.detach().copy_(torch.arange(tensor.numel(), device="cpu").add(i).reshape(tensor.shape))
+
+    where = {"socket_path": request["socket"], "device": "cuda:0"}
+    first = wcache.cached(Spread, key="spread", load=load, **where)
+    second = wcache.cached(Spread, key="spread", load=load, fallback=False, **where)
+    equality.same(first, second)
+    places = {name.partition(" ")[2].split(" ")[0]: str(t.device) for name, t in equality.named(second).items()}
+    wcache.cached(Away, key="away", load=load, **where)
+    try:
+        wcache.cached(Away, key="away", load=load, fallback=False, **where)
+        away = "shared"
+    except Miss as e:
+        away = str(e.reason)
+    return {"places": places, "away": away}, []
+
+
+def pretrained(request: dict[str, Any], fds: list[OwnedFd]) -> Answer:
+    """A Transformers model on the GPU, from disk without wcache, published, and mapped: all the same, or an error."""
+    import equality
+    import tiny_checkpoints as tiny
+    import transformers
+
+    import wcache.transformers
+
+    name, options = request["name"], {"device_map": "cuda:0"}
+    directory = tiny.save(name, Path(request["directory"]))
+    auto = getattr(transformers, tiny.MODELS[name][2])
+    plain = auto.from_pretrained(directory, **options)
+    sources, tokens = [], []
+    for fallback in (True, False):
+        model = wcache.transformers.from_pretrained(
+            directory, auto_class=auto, socket_path=request["socket"], fallback=fallback, **options
+        )
+        equality.same(model, plain)
+        held = wcache.transformers.attachment(model)
+        sources.append(held.source if held is not None else "private")
+        tokens.append(model.generate(tiny.input_ids().to("cuda:0"), max_new_tokens=8, do_sample=False).tolist())
+    return {"sources": sources, "same_tokens": tokens[0] == tokens[1]}, []
+
+
+_ROLES = (
+    devices, exporter, importer, refused, reader, stray_writer, writes, digester, loader, publish, attach, engine,
+    modules, pretrained,
+)  # fmt: skip
 ROLES: dict[str, Callable[[dict[str, Any], list[OwnedFd]], Answer]] = {role.__name__: role for role in _ROLES}
 
 

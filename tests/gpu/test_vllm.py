@@ -60,7 +60,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def python(script: str, *arguments: str, ok: tuple[int, ...] = (0,)) -> None:
     command = [sys.executable, "-W", "ignore", str(SCRIPTS / script), *arguments]
     paths = os.pathsep.join([str(SCRIPTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"})
+    done = subprocess.run(command, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": paths})
     assert done.returncode in ok, script
 
 

@@ -223,3 +223,10 @@ def test_a_slice_takes_only_its_own_bytes_along() -> None:
     with published(state_entries({"x": big[50_000:50_008]}), limit=1 << 20) as (manifest, mapping):
         assert manifest.weight_bytes <= 8 * 4 + 16
         same(tensors.wrap(manifest, mapping)["x"], big[50_000:50_008])
+
+
+def test_a_weight_elsewhere_than_the_ranks_memory_is_refused_by_name_and_a_small_thing_on_the_host_is_not() -> None:
+    gpu, here = torch.device("cuda", 0), torch.zeros(2)
+    check([Entry(("scale",), Kind.ATTRIBUTE, here), Entry(("mask",), Kind.BUFFER, here)], repoint=True, device=gpu)
+    with pytest.raises(PublishError, match="layer.weight cannot be published: it is on cpu, the rank's .* cuda:0"):
+        check([Entry(("layer.weight",), Kind.PARAMETER, here)], repoint=True, device=gpu)

@@ -35,7 +35,7 @@ from wcache.engine.restore import restore
 from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import dtype_name, tensors_of
 from wcache.engine.training import frozen, guard
-from wcache.errors import Miss, PublishError, StructureError
+from wcache.errors import Miss, StructureError
 from wcache.model import MissReason, Mode
 from wcache.protocol.messages import Query
 from wcache.weights.fingerprint import LayoutKey, canonical_json, digest
@@ -190,9 +190,6 @@ class _Cached:
 
     def _publish(self, publication: Publication, module: Any, before: Skeleton) -> None:
         taken = snapshot.take(module, before, declared=self.attributes)
-        for entry in taken.entries:
-            if entry.tensor.device != self.device and entry.tensor.device.type != self.device.type:
-                raise PublishError(f"{entry.names[0]} is on {entry.tensor.device}, the module on {self.device}")
         with frozen(module):
             publication.write(taken.entries, repoint=True, attributes=taken.attributes, extra=taken.extra)
         guard(module)

@@ -15,7 +15,7 @@ from torch import nn
 
 from wcache.engine.tensors import dtype_name
 from wcache.errors import PublishError
-from wcache.model import DTYPE_BITS, Kind
+from wcache.model import CPU, DTYPE_BITS, Kind
 from wcache.weights.manifest import span
 
 _BLOCK_ALIGNMENT = 16  # bytes; the widest element (complex128), so that offsets inside a block stay whole elements
@@ -37,6 +37,10 @@ class Block:
     entries: tuple[Entry, ...]
     start: int
     size: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.entries[0].tensor.device
 
     def offset_of(self, entry: Entry) -> int:
         """An entry's storage offset within the block, in its elements."""
@@ -67,11 +71,11 @@ class Block:
             old.data = new
 
 
-def check(entries: Sequence[Entry], *, repoint: bool) -> None:
-    """Raises PublishError naming the first tensor that cannot be shared, and why."""
+def check(entries: Sequence[Entry], *, repoint: bool, device: torch.device | None = None) -> None:
+    """Raises PublishError naming the first tensor that cannot be shared, and why. `device`: the rank's, once known."""
     seen: set[str] = set()
     for entry in entries:
-        why = _objection(entry, repoint)
+        why = _objection(entry, repoint) or (_elsewhere(entry, device) if device is not None else None)
         if why is not None:
             raise PublishError(f"tensor {entry.names[0]} cannot be published: {why}")
         for name in entry.names:
@@ -97,6 +101,14 @@ def _objection(entry: Entry, repoint: bool) -> str | None:
     if repoint and t.requires_grad:
         return "it requires grad: a tensor that is trained cannot be shared"
     return None
+
+
+def _elsewhere(entry: Entry, device: torch.device) -> str | None:
+    """A GPU's engine keeps some small tensors on the host; its weights are where the rank's memory is."""
+    here = entry.tensor.device
+    if here == device or (here.type == CPU and entry.kind is not Kind.PARAMETER):
+        return None
+    return f"it is on {here}, the rank's memory on {device}"
 
 
 def blocks(entries: Iterable[Entry]) -> list[Block]:

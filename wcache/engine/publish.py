@@ -26,7 +26,7 @@ from wcache.config import CONNECT_TIMEOUT_S
 from wcache.engine.client import DISK, Attachment, default_access, lent, map_segments
 from wcache.engine.entries import Block, Entry, blocks, check
 from wcache.engine.lease import Lease
-from wcache.engine.tensors import bytes_tensor, dtype_name
+from wcache.engine.tensors import bytes_tensor, dtype_name, torch_device
 from wcache.errors import ProtocolError, PublishError, WcacheError
 from wcache.host.fds import MAX_FDS_PER_RECORD, OwnedFd, close_all, sealed_memfd
 from wcache.model import BackendName, Mode, Origin
@@ -134,11 +134,15 @@ class Publication:
         """
         with self:
             todo = list(entries)
-            check(todo, repoint=repoint)
-            found = blocks(todo)
             backend = self.backend
+            device = torch_device(backend.device)
+            check(todo, repoint=repoint, device=device)
+            found = blocks(todo)
             packing = pack([b.size for b in found], backend.granularity)
-            storages = tuple(StorageSpec(s, o, b.size) for (s, o), b in zip(packing.places, found, strict=True))
+            storages = tuple(
+                StorageSpec(s, o, b.size, b.device.type != device.type)
+                for (s, o), b in zip(packing.places, found, strict=True)
+            )
             tensors = tuple(_tensor_specs(found))  # before any of them moves
             with ExitStack() as unwind:
                 fds: list[OwnedFd] = []

@@ -26,7 +26,7 @@ from wcache.model import Kind
 from wcache.weights.fingerprint import digest
 
 _NO_STATE = ("torch.", "builtins.", "collections.", "numpy.", "threading.", "logging.", "functools.", "types.")
-FORM = 2  # of what a manifest carries; part of the key: what another version of wcache wrote is another shard
+FORM = 3  # of what a manifest carries; part of the key: what another version of wcache wrote is another shard
 # Keys of what a manifest carries besides tensors and attributes.
 GRAD, GONE, NONE, TENSOR_TYPES = "requires_grad", "gone", "none", "tensor_types"
 BARE = "bare"  # paths, in the order in which a container has them

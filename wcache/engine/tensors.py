@@ -74,12 +74,16 @@ def _read_only_is_meant(read_only: bool) -> Iterator[None]:
 
 
 def storages(manifest: Manifest, mapping: Mapping) -> list[torch.Tensor]:
-    """One uint8 tensor for each storage of the manifest, over the mapping."""
+    """One uint8 tensor for each storage of the manifest, over the mapping; of what the host keeps, a private copy."""
     memories = [mapping.memory(i) for i in range(len(manifest.segments))]
     if manifest.device == CPU:
         return _host_storages(manifest, [memoryview(cast(mmap.mmap, m)) for m in memories])
     empty = torch.empty(0, dtype=torch.uint8, device=torch_device(manifest.device))
-    return [bytes_tensor(memories[s.segment], s.offset, s.size) if s.size else empty.clone() for s in manifest.storages]
+    found = []
+    for s in manifest.storages:
+        base = bytes_tensor(memories[s.segment], s.offset, s.size) if s.size else empty.clone()
+        found.append(base.cpu() if s.host else base)
+    return found
 
 
 def _host_storages(manifest: Manifest, views: list[memoryview]) -> list[torch.Tensor]:
@@ -116,7 +120,7 @@ def tensors_of(manifest: Manifest, mapping: Mapping, *, copy: bool) -> tuple[dic
     bases = storages(manifest, mapping)
     private = [i for i, base in enumerate(bases) if i not in shared and base.numel()]
     for i in private:
-        bases[i] = bases[i].clone()
+        bases[i] = bases[i] if manifest.storages[i].host else bases[i].clone()
     return build(manifest, bases), sum(bases[i].numel() for i in private)
 
 

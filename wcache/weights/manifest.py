@@ -31,11 +31,15 @@ class SegmentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StorageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A run of bytes that becomes one torch storage. `size` 0 is allowed and takes no memory."""
+    """A run of bytes that becomes one torch storage. `size` 0 is allowed and takes no memory.
+
+    `host`: in a shard on a GPU, what the engine keeps in host memory all the same, and copies there.
+    """
 
     segment: int
     offset: int
     size: int
+    host: bool = False
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -31,7 +31,7 @@ from torch import nn
 from wcache.engine import values
 from wcache.engine.state import MAX_DEPTH, OWN, PLAIN, join, registered
 
-FORM = 2  # of what a shard says of its model; part of the key: what another version of wcache wrote is another shard
+FORM = 3  # of what a shard says of its model; part of the key: what another version of wcache wrote is another shard
 GONE = {"gone": ""}
 CLASS = "class"  # the key that names the class of a module or parameter
 PLAIN_PARAMETER = {"class": "torch.nn.parameter.Parameter"}
