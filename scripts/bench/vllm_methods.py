@@ -85,8 +85,8 @@ def engine(case: Case, sockets: Path, args: argparse.Namespace, **extra: Any) ->
     memory = {"kv_cache_memory_bytes": KV_BYTES} if args.jobs > 1 else {}
     began = time.perf_counter()
     llm = LLM(
-        str(case.model), load_format="wcache", speculative_config=case.draft, enforce_eager=True, max_model_len=256,
-        model_loader_extra_config={"socket_dir": str(sockets), **extra},
+        str(case.model), load_format="wcache", speculative_config=case.draft, max_model_len=256,
+        model_loader_extra_config={"socket_dir": str(sockets), **extra}, enforce_eager=not args.compile,
         gpu_memory_utilization=args.gpu_memory_utilization, **memory,
     )  # fmt: skip
     seconds = time.perf_counter() - began
@@ -272,6 +272,7 @@ def main() -> int:
     p.add_argument("models", nargs="+", type=Case.of, metavar="MODEL", help="DIR, DIR+METHOD or DIR+METHOD=DRAFT")
     p.add_argument("--backend", choices=["host", "cuda"], default="cuda")
     p.add_argument("--every", action="store_true", help="try methods that would fall back, too")
+    p.add_argument("--compile", action="store_true", help="compile models and capture graphs, as vLLM does by default")
     p.add_argument("--jobs", type=int, default=1, metavar="N", help="models at a time; the KV cache is not sized then")
     p.add_argument("--gpu-memory-utilization", type=float, default=0.2, metavar="F")
     p.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="for one process")

@@ -228,5 +228,5 @@ def test_a_slice_takes_only_its_own_bytes_along() -> None:
 def test_a_weight_elsewhere_than_the_ranks_memory_is_refused_by_name_and_a_small_thing_on_the_host_is_not() -> None:
     gpu, here = torch.device("cuda", 0), torch.zeros(2)
     check([Entry(("scale",), Kind.ATTRIBUTE, here), Entry(("mask",), Kind.BUFFER, here)], repoint=True, device=gpu)
-    with pytest.raises(PublishError, match="layer.weight cannot be published: it is on cpu, the rank's .* cuda:0"):
+    with pytest.raises(PublishError, match=r"layer\.weight cannot be published: it is on cpu, the rank's .* cuda:0"):
         check([Entry(("layer.weight",), Kind.PARAMETER, here)], repoint=True, device=gpu)

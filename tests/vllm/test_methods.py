@@ -143,6 +143,7 @@ OTHERS = {
     "configuration of a library": "child._model('engine').config.rms_norm_eps *= 2",
     "training": "layer.mlp.training = True",
 }
+NO_DIFFERENCE = {"where the compiler keeps its code": "child._model('engine').model._aot_cache_dir = '/elsewhere'"}
 NOTICED = """
 from wcache.engine.vllm.parity import differences, portrait
 result, model = [], child._model("engine")
@@ -169,7 +170,8 @@ def test_the_parity_harness_notices_whatever_is_poisoned(checkpoint: Any, daemon
         assert any(line.startswith(f"model.{layer}.") for line in found), what
     clean = set(layers[len(POISONS) :])
     assert not [line for line in found if any(layer in line for layer in clean)]
-    assert child("evaluate", code=f"{READY}\npoisons = {OTHERS!r}\n{NOTICED}") == []
+    unnoticed = child("evaluate", code=f"{READY}\npoisons = {OTHERS | NO_DIFFERENCE!r}\n{NOTICED}")
+    assert unnoticed == list(NO_DIFFERENCE)
 
 
 def test_a_state_that_cannot_be_put_back_is_a_miss_and_never_served(checkpoint: Any, daemons: Any, child: Any) -> None:

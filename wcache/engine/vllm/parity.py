@@ -21,6 +21,8 @@ from wcache.engine.vllm import capture, census
 Portrait = dict[str, dict[str, Any]]
 
 _SERVING = "kv_cache"  # what an attention layer is given after the load, and writes while it answers
+# What vLLM notes on a model whose forward it compiles: the first start of all makes the code, later ones find it.
+_COMPILED = ("compiled", "was_aot_compile_fn_loaded_from_disk", "_aot_cache_dir", "_aot_compilation_path")
 
 
 def portrait(model: nn.Module) -> Portrait:
@@ -34,7 +36,16 @@ def portrait(model: nn.Module) -> Portrait:
     beside = [*bare, *((path, "hidden", t) for path, t in capture.hidden(model).items())]
     tensors |= {path: [kind, *_of(t), ""] for path, kind, t in beside if _decides(_leaf(path))}
     training = [name for name, module in model.named_modules() if module.training]
-    return {"tensors": tensors, "facts": {**census.facts(model), "training": training}}
+    notes = _compilation_notes(model)
+    facts = {name: fact for name, fact in census.facts(model).items() if name not in notes}
+    return {"tensors": tensors, "facts": {**facts, "training": training}}
+
+
+def _compilation_notes(model: nn.Module) -> set[str]:
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
+
+    compiled = (name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Compiled))
+    return {f"{name}.{note}".lstrip(".") for name in compiled for note in _COMPILED}
 
 
 def _leaf(path: str) -> str:
