@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import multiprocessing
@@ -26,7 +27,7 @@ from wcache.weights import identity
 from wcache.weights.checkpoint import Survey, survey
 from wcache.weights.checkpoint_file import open_surveyed
 from wcache.weights.digests import DigestStore
-from wcache.weights.identity import Identity, combine, identify, open_store, recognise, remember
+from wcache.weights.identity import Identity, combine, digests_of, identify, open_store, recognise, remember
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -243,6 +244,27 @@ def test_a_known_checkpoint_is_recognised_by_another_process_without_opening_a_f
     command = [sys.executable, "-c", TRACED, str(model.directory), str(store.path.parent), policy]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [first, [], False]
+
+
+def test_any_file_is_hashed_once_and_again_when_it_changes(store, tmp_path, monkeypatch) -> None:
+    paths = {"tokenizer": tmp_path / "tokenizer.json", "codec/empty": tmp_path / "empty"}
+    paths["tokenizer"].write_bytes(bytes(range(256)))
+    paths["codec/empty"].touch()
+    settle(*paths.values())
+    hashed: list[str] = []
+    hash_file = identity.hash_file
+    monkeypatch.setattr(identity, "hash_file", lambda file, *rest: hashed.append(file.name) or hash_file(file, *rest))
+
+    def right() -> bool:
+        wanted = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
+        return digests_of(paths, store) == wanted
+
+    assert right() and right() and sorted(hashed) == sorted(paths)
+    flip(paths["tokenizer"], 7)
+    assert right() and hashed[2:] == ["tokenizer"]
+    paths["codec/empty"].unlink()
+    with pytest.raises(FileNotFoundError):
+        digests_of(paths, store)
 
 
 def test_digests_computed_while_loading_are_remembered(model, store) -> None:

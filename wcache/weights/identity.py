@@ -100,8 +100,7 @@ def stamps_id(survey: Survey) -> str:
 
 def recognise(survey: Survey, store: DigestStore, policy: IdentityPolicy) -> Identity:
     """What is known without opening a checkpoint file. `content` is None if some file is not known."""
-    found = _recognise(survey, store, policy)
-    return _identity(survey, policy, found)
+    return _identity(survey, policy, _recognise(survey.files, store, policy))
 
 
 def identify(
@@ -118,18 +117,30 @@ def identify(
     One thread per core by default; several processes that identify the same files share the work.
     Raises CheckpointError: unreadable, or changed while it was read.
     """
-    known = _recognise(survey, store, policy)
+    known = _recognise(survey.files, store, policy)
     todo = [f for f in survey.files if deep or f.name not in known]
     if not todo:
         return _identity(survey, policy, known)
     total = sum(f.stamp.size for f in todo)
     log.info("hashing %d of %d files of %s (%.1f GB)", len(todo), len(survey.files), survey.directory, total / 1e9)
-    hashed = _hash_all(todo, store, deep, _Meter(total, progress), threads or len(os.sched_getaffinity(0)))
+    hashed = _hash_all(todo, store, deep, _Meter(total, progress), threads)
     refuted = [n for n, (sha256, _) in known.items() if n in hashed and hashed[n] != sha256]
     if refuted:
         log.warning("%s: bytes are not what their name or the digest store says: %s", survey.directory, refuted)
     found = {**known, **{name: (sha256, "hashed") for name, sha256 in hashed.items()}}
     return _identity(survey, policy, found, tuple(refuted))
+
+
+def digests_of(paths: Mapping[str, Path], store: DigestStore) -> dict[str, str]:
+    """SHA-256 of any files, by the names given to them; those whose stamps the store knows are not read.
+
+    Raises OSError, CheckpointError.
+    """
+    files = [CheckpointFile(name, path, Stamp.of(fresh_stat(path)), None) for name, path in paths.items()]
+    known = {name: sha256 for name, (sha256, _) in _recognise(files, store, IdentityPolicy.CONTENT).items()}
+    todo = [f for f in files if f.name not in known]
+    total = sum(f.stamp.size for f in todo)
+    return known | (_hash_all(todo, store, False, _Meter(total, None), None) if todo else {})
 
 
 def remember(survey: Survey, digests: Mapping[str, str], store: DigestStore, started: float) -> None:
@@ -168,12 +179,14 @@ def hash_file(file: CheckpointFile, buffer: memoryview, advance: Callable[[int],
     raise moved(f"{file.path}: changed while it was read")
 
 
-def _recognise(survey: Survey, store: DigestStore, policy: IdentityPolicy) -> dict[str, tuple[str, str]]:
+def _recognise(
+    files: Iterable[CheckpointFile], store: DigestStore, policy: IdentityPolicy
+) -> dict[str, tuple[str, str]]:
     """File name to (digest, how it is known)."""
     found: dict[str, tuple[str, str]] = {}
     mounts = _Mounts()
     by_path = policy is not IdentityPolicy.CONTENT
-    for file in survey.files:
+    for file in files:
         tracked = file.stamp.device not in mounts.untracked
         if tracked and (sha256 := store.lookup(file.stamp, mounts.path(file))):
             found[file.name] = sha256, "store"
@@ -224,7 +237,7 @@ class _Stopped(Exception):
 
 
 def _hash_all(
-    files: Iterable[CheckpointFile], store: DigestStore, deep: bool, meter: _Meter, threads: int
+    files: Iterable[CheckpointFile], store: DigestStore, deep: bool, meter: _Meter, threads: int | None
 ) -> dict[str, str]:
     """Largest first, so that no thread is left alone with a large file at the end.
 
@@ -243,6 +256,7 @@ def _hash_all(
             return file, _hash_and_record(file, store, local.buffer, meter)
         return file, _hash_shared(file, shared[file.name], store, local.buffer, meter, wait_s)
 
+    threads = threads or len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(max(1, min(threads, len(ordered))), "wcache-hash") as pool:
         try:
             for wait_s in (0.0, WAIT_S):

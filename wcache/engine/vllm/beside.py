@@ -9,7 +9,6 @@ directory they differ has a miss. The checkpoint's identity covers none of them.
 from __future__ import annotations
 
 import builtins
-import hashlib
 import io
 import os
 from collections.abc import Iterable, Iterator
@@ -17,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from wcache.engine.options import host_store
 from wcache.weights.checkpoint import Survey
+from wcache.weights.identity import digests_of
 
 _INDEX = ".index.json"  # says which file has which tensor, which the content of the files does too
 
@@ -52,15 +53,19 @@ def digests(survey: Survey, opened: Iterable[str]) -> dict[str, str]:
     found = {f for f in inside if f.parent == directory and f.name not in covered and not f.name.endswith(_INDEX)}
     for folder in {f.parent for f in inside} - {directory}:
         found |= set(folder.iterdir())
-    return {str(f.relative_to(directory)): sha256(f) for f in sorted(found) if f.is_file()}
+    return digests_in(directory, found)
 
 
 def differing(directory: Path, said: dict[str, str]) -> str | None:
     """The first of these files that is not there, or another one."""
-    files = ((name, directory / name) for name in said)
-    return next((name for name, f in files if not f.is_file() or sha256(f) != said[name]), None)
+    now = digests_in(directory, (directory / name for name in said))
+    return next((name for name in said if now.get(name) != said[name]), None)
 
 
-def sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def digests_in(directory: Path, files: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of those of the files that are files, by path relative to `directory`; the digest store knows them."""
+    paths = {str(f.relative_to(directory)): f for f in sorted(files) if f.is_file()}
+    if not paths:
+        return {}
+    with host_store() as store:
+        return digests_of(paths, store)

@@ -20,7 +20,7 @@ import torch
 
 from wcache.engine.plain import plain as plain
 from wcache.engine.vllm import census, drafts
-from wcache.engine.vllm.beside import sha256
+from wcache.engine.vllm.beside import digests_in
 from wcache.weights.fingerprint import LayoutKey, digest
 
 ENGINE = "vllm"
@@ -199,7 +199,7 @@ def _pooling(model_config: Any, directory: Path) -> dict[str, str] | None:
     files = {f for pattern in _POOLING for f in directory.glob(pattern)}
     for folder in _folders(directory / "modules.json"):
         files |= set((directory / folder).iterdir()) if folder and (directory / folder).is_dir() else set()
-    return {str(f.relative_to(directory)): sha256(f) for f in sorted(files) if f.is_file()}
+    return digests_in(directory, files)
 
 
 def _folders(modules: Path) -> list[str]:
