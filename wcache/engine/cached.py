@@ -103,9 +103,8 @@ class _Cached:
     device: torch.device
 
     def get(self, target: Target, *, fallback: bool) -> Any:
-        content = digest(
-            {"cached": snapshot.FORM, "key": self.key}
-        )  # a key without canonical form is the caller's error
+        # A key without canonical form is the caller's error.
+        content = digest({"cached": snapshot.FORM, "key": self.key})
         publication: Publication | None = None
         before: Skeleton | None = None
         module: Any = None
@@ -135,14 +134,13 @@ class _Cached:
         holder: str | None = None
         with _rehearsal():
             try:
-                with torch.device("meta"):
+                with _on_meta():
                     module = self.build()
                 found = list(state.places(module, snapshot.holds))
                 holder = reach.left_behind(module, [s for s in found if isinstance(s.tensor, torch.Tensor)])
                 state.note_device(found, torch.empty(0, device=self.device).device)
                 before = snapshot.skeleton(module)
             except Exception as e:
-                reach.left_behind(None)
                 what = "the factory does not run on the meta device"
                 if module is not None:
                     what = f"{type(module).__name__} is no module that can be described"
@@ -217,6 +215,15 @@ def _rehearsal() -> Iterator[None]:
         random.setstate(python)
         if numpy:
             numpy.random.set_state(theirs)
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        reach.forget_results()
 
 
 def _remembered(module: nn.Module, rehearsed: nn.Module) -> dict[int, torch.Tensor]:

@@ -65,17 +65,19 @@ def hidden(model: nn.Module, spots: Iterable[Spot], but: Collection[int]) -> Ite
                 yield from _below(value, f"{name}@{key}", tensor, filled, seen)
 
 
-def left_behind(model: nn.Module | None, spots: Collection[Spot] = ()) -> str | None:
+def forget_results() -> None:
+    """Let functions (functools.cache) forget what they answered if there are tensors on the meta device in it."""
+    for item in gc.get_referrers(functools._lru_cache_wrapper):
+        if type(item) is functools._lru_cache_wrapper and any(t.is_meta for t in _results(item)):
+            item.cache_clear()
+
+
+def left_behind(model: nn.Module, spots: Collection[Spot]) -> str | None:
     """What remembers a tensor on the meta device that came to be with a model, and does not belong to it.
 
     Looks at the garbage collector's youngest generation only, so it must have been off while the model was built.
-    Functions (functools.cache) forget such tensors; for dictionaries see `forget`.
+    Dictionaries forget it (see `forget`).
     """
-    for item in gc.get_referrers(functools._lru_cache_wrapper):
-        if type(item) is functools._lru_cache_wrapper and any(t.is_meta for t in _remembered(item)):
-            item.cache_clear()
-    if model is None:
-        return None
     own = {id(t) for _, _, t in registered(model)} | {id(spot.tensor) for spot in spots}
     own |= {id(found.memory) for found in hidden(model, spots, ())}
     young = {id(t) for t in gc.get_objects(0) if issubclass(type(t), torch.Tensor) and t.is_meta} - own
@@ -108,7 +110,7 @@ def _caches(model: nn.Module) -> Iterator[dict[Any, Any]]:
     yield from (value for place in places for value in vars(place).values() if type(value) is dict)
 
 
-def _remembered(function: Any) -> Iterator[torch.Tensor]:
+def _results(function: Any) -> Iterator[torch.Tensor]:
     """Tensors among a function's results, or in containers there."""
     todo, seen = gc.get_referents(function), set()
     while todo:

@@ -39,6 +39,7 @@ _SHOWN = (  # wholly, by repr()
 _CHANGEABLE = (list, dict, set, bytearray, deque)
 _CONTAINERS = ("collections.", "types.")  # whose objects have fields of the program's own
 _MAX_DEPTH = 16
+_slots: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()  # what `slots` has answered
 SAME = "the same as "  # what a mark says of an object that hangs in an earlier place, too
 
 
@@ -263,8 +264,16 @@ class _Marker:
 def fields(value: Any) -> Iterator[tuple[str, Any]]:
     """Attributes of an object, in its `__dict__` and in slots."""
     yield from getattr(value, "__dict__", {}).items()
-    slots = {n for kind in type(value).__mro__ for n, m in vars(kind).items() if isinstance(m, MemberDescriptorType)}
-    yield from ((name, getattr(value, name)) for name in sorted(slots) if hasattr(value, name))
+    yield from ((name, getattr(value, name)) for name in slots(type(value)) if hasattr(value, name))
+
+
+def slots(kind: type) -> list[str]:
+    """Names of what a class keeps outside the dictionary of its objects."""
+    found = _slots.get(kind)
+    if found is None:
+        inherited = {n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, MemberDescriptorType)}
+        found = _slots[kind] = sorted(inherited)
+    return found
 
 
 def closure(function: FunctionType) -> list[Any]:

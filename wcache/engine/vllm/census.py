@@ -161,9 +161,8 @@ def _items(owner: Any, *, registered_module: bool = False) -> list[tuple[Any, An
     if isinstance(owner, _CALLABLE):
         return _given(owner)
     left_out = _IGNORED | OWN | _AFTERWARDS if registered_module else _IGNORED
-    own = {name: getattr(owner, name) for name in _slots(owner.__class__) if hasattr(owner, name)}
-    own |= getattr(owner, "__dict__", {})
-    return _sorted((k, v) for k, v in own.items() if k not in left_out and not k.startswith(NOTES))
+    own = values.fields(owner)
+    return _sorted((k, v) for k, v in own if k not in left_out and not k.startswith(NOTES))
 
 
 def _sorted(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -183,12 +182,6 @@ def _key(key: Any) -> Any:
 def _quoted(key: Any) -> str:
     """A key of a container as a path's step; `_last_step` reads it."""
     return repr(key).replace("[", r"\x5b").replace("@", r"\x40")
-
-
-@functools.cache
-def _slots(kind: type) -> list[str]:
-    """Names of what a class keeps outside the dictionary of its objects."""
-    return [n for base in kind.__mro__ for n, m in vars(base).items() if isinstance(m, types.MemberDescriptorType)]
 
 
 def _given(function: Any) -> list[tuple[str, Any]]:
@@ -361,7 +354,7 @@ def _get(owner: Any, key: Any) -> Any:
     for among in (own, own.get("_parameters", {}), own.get("_buffers", {}), own.get("_modules", {})):
         if key in among:
             return among[key]
-    return getattr(owner, key, _NOTHING) if key in _slots(owner.__class__) else _NOTHING
+    return getattr(owner, key, _NOTHING) if key in values.slots(type(owner)) else _NOTHING
 
 
 def restore(model: nn.Module, changed: Facts) -> None:
