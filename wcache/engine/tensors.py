@@ -120,7 +120,8 @@ def tensors_of(manifest: Manifest, mapping: Mapping, *, copy: bool) -> tuple[dic
     bases = storages(manifest, mapping)
     private = [i for i, base in enumerate(bases) if i not in shared and base.numel()]
     for i in private:
-        bases[i] = bases[i] if manifest.storages[i].host else bases[i].clone()
+        if not manifest.storages[i].host:  # which is a copy already
+            bases[i] = bases[i].clone()
     return build(manifest, bases), sum(bases[i].numel() for i in private)
 
 
