@@ -9,6 +9,7 @@ An unknown key is an error that names it and the nearest valid one; nothing is i
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import tomllib
 from enum import StrEnum
@@ -18,10 +19,11 @@ from typing import Any
 import msgspec
 
 from wcache.errors import ConfigError, NoSuchRank
-from wcache.model import CPU, BackendName, IdentityPolicy, Mode, Placement, Sizes
+from wcache.model import CPU, DTYPE_BITS, BackendName, IdentityPolicy, Mode, Placement, Sizes
 
 CONNECT_TIMEOUT_S = 5.0
 STATE_TIMEOUT_S = 300.0
+_VLLM_DTYPES = ("half", "float")  # vLLM's own words for two of them
 
 
 class Scope(StrEnum):
@@ -157,7 +159,9 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: no such file", hint="scripts/install puts one in place") from None
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: {e}") from e
-    return parse(text, str(path))
+    config = parse(text, str(path))
+    _check_plan(config, str(path))
+    return config
 
 
 def load_or_default(scope: Scope) -> Config:
@@ -179,6 +183,7 @@ def parse(text: str, name: str) -> Config:
     except msgspec.ValidationError as e:
         raise ConfigError(f"{name}: {e}") from e
     _check(config, name)
+    _check_values(config, name)
     return config
 
 
@@ -192,10 +197,15 @@ def _refuse_unknown(document: dict[str, Any], struct: type[msgspec.Struct], name
         nested = fields[key]
         if isinstance(nested, type) and issubclass(nested, msgspec.Struct) and isinstance(value, dict):
             _refuse_unknown(value, nested, name, f"{prefix}{key}.")
+        if isinstance(nested, type) and issubclass(nested, StrEnum) and value not in list(nested):
+            raise ConfigError(f"{name}: {prefix}{key} is {value!r}; valid: {', '.join(nested)}")
 
 
 def _check(config: Config, name: str) -> None:
-    sizes = config.parallel.sizes
+    try:
+        sizes = config.parallel.sizes
+    except ConfigError as e:
+        raise ConfigError(f"{name}: parallel.{e}") from None
     if len(set(config.ranks)) != len(config.ranks):
         raise ConfigError(f"{name}: ranks {list(config.ranks)} name a rank twice")
     for rank in config.ranks:
@@ -211,5 +221,46 @@ def _check(config: Config, name: str) -> None:
     if config.loader is not Loader.SAFETENSORS and config.plan is not None:
         raise ConfigError(f"{name}: plan is for the safetensors loader; this one is {config.loader}")
     for field in msgspec.structs.fields(Timeouts):
-        if getattr(config.timeouts, field.name) <= 0:
-            raise ConfigError(f"{name}: timeouts.{field.name} must be positive")
+        seconds = getattr(config.timeouts, field.name)
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ConfigError(f"{name}: timeouts.{field.name} is {seconds:g}; it must be positive and finite")
+
+
+def _check_values(config: Config, name: str) -> None:
+    """Each key for itself."""
+    for key in ("model", "revision", "plan"):
+        value = getattr(config, key)
+        if value is not None and not value.strip():
+            raise ConfigError(f"{name}: {key} is empty", hint="leave the key out for none")
+    for key in ("socket_dir", "state_dir"):
+        value = getattr(config, key)
+        if value is not None and not Path(value).is_absolute():
+            raise ConfigError(f"{name}: {key} {value!r} is not an absolute path")
+    for key in ("allowed_uids", "allowed_gids", "publish_uids"):
+        if wrong := [number for number in getattr(config, key) if number < 0]:
+            raise ConfigError(f"{name}: {key} has {wrong[0]}; an id is 0 or more")
+    if config.load_slots < 0:
+        raise ConfigError(f"{name}: load_slots is {config.load_slots}; it must be 0 (no limit) or more")
+    known = ["auto", *DTYPE_BITS, *(_VLLM_DTYPES if config.loader is Loader.VLLM else ())]
+    if config.dtype not in known:
+        near = difflib.get_close_matches(config.dtype, known, n=1, cutoff=0.5)
+        meant = f"did you mean {near[0]}?" if near else f"valid: {', '.join(known)}"
+        raise ConfigError(f"{name}: dtype {config.dtype!r} is unknown; {meant}")
+
+
+def _check_plan(config: Config, name: str) -> None:
+    """Is there such a plan? Whether it parses and fits is the loader's to say; a relative path is its to find."""
+    if config.plan is None:
+        return
+    path = Path(config.plan)
+    if path.is_absolute():
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"{name}: plan {path}: no such file") from None
+        except OSError:  # not ours to read: an engine of another user looks here as well
+            return
+    elif len(path.parts) == 1 and not path.suffix and not path.exists():
+        plans = sorted(p.stem for p in Path(__file__).with_name("weights").joinpath("plans").glob("*.toml"))
+        if config.plan not in plans:
+            raise ConfigError(f"{name}: plan {config.plan!r} is neither a file nor one of {', '.join(plans)}")

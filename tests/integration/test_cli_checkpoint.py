@@ -15,6 +15,7 @@ import pytest
 import tiny_checkpoints as tiny
 from daemons import Daemon
 
+from wcache.cli.checks import Finding
 from wcache.cli.explaining import Answer
 from wcache.cli.main import run
 from wcache.host import units
@@ -35,6 +36,14 @@ def checkpoint(llama: Path, tmp_path: Path) -> Path:
     for file in copy.iterdir():
         os.utime(file, (1e9, 1e9))
     return copy
+
+
+@pytest.fixture
+def truncated(checkpoint: Path) -> Path:
+    """A checkpoint whose first file lacks its last byte."""
+    file = min(checkpoint.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 1)
+    return checkpoint
 
 
 @pytest.fixture
@@ -132,8 +141,44 @@ def test_deep_believes_no_name_and_ends_with_1_where_it_was_wrong(llama: Path, t
 
 def test_a_bad_checkpoint_is_one_line_with_its_reason(tmp_path: Path, say: Said) -> None:
     status, out, err = say("fingerprint", str(tmp_path / "nowhere"))
-    assert (status, out) == (1, "")
+    assert (status, out) == (4, "")
     assert "no such directory" in err
+    assert say("explain", str(tmp_path / "nowhere"))[0] == 4
+
+
+def test_a_truncated_file_has_no_identity(truncated: Path, say: Said) -> None:
+    status, out, err = say("fingerprint", str(truncated))
+    assert (status, out) == (1, "")
+    assert err == say("explain", str(truncated))[2] and min(truncated.glob("*.safetensors")).name in err
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def findings(say: Said, short_dir: Path, **settings: object) -> dict[str, Finding]:
+    """What doctor finds with this configuration, by name."""
+    config = {"socket_dir": f"{short_dir}/run", "state_dir": f"{short_dir}/state", **settings}
+    path = short_dir / "doctor.toml"
+    path.write_text("".join(f'{key} = "{value}"\n' for key, value in config.items()))
+    found = msgspec.json.decode(say("doctor", "--json", config=path)[1], type=list[Finding])
+    return {finding.name: finding for finding in found}
+
+
+def test_doctor_looks_into_the_model(truncated: Path, llama: Path, say: Said, short_dir: Path) -> None:
+    assert findings(say, short_dir, model=llama)["model"].verdict == "ok"
+    assert findings(say, short_dir, model="/etc")["model"].verdict == "failed"
+    model = findings(say, short_dir, model=truncated)["model"]
+    assert model.verdict == "failed" and min(truncated.glob("*.safetensors")).name in model.text
+
+
+def test_doctor_finds_a_state_dir_that_cannot_be_written(say: Said, short_dir: Path) -> None:
+    assert "state_dir" not in findings(say, short_dir)
+    (short_dir / "file").touch()
+    assert findings(say, short_dir, state_dir=short_dir / "file" / "state")["state_dir"].verdict == "failed"
+
+
+def test_doctor_names_no_unit_where_there_are_none(say: Said, short_dir: Path) -> None:
+    assert findings(say, short_dir)["rank 0"].hint == "wcache daemon --rank 0"
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------
@@ -184,6 +229,11 @@ def test_an_option_that_differs_is_named_with_both_values(
     assert (answer.hit, answer.reason) == (None, "layout")
     assert asked in [d.asked for d in answer.differences if d.field == field]
     assert answer.read_bytes is not None and answer.read_bytes > 0
+
+
+def test_a_rank_outside_the_group_has_status_4(ask: Said) -> None:
+    status, _, err = ask("explain", "--rank", "7")
+    assert status == 4 and "rank 7 is not one of the group's 2 ranks" in err
 
 
 def test_a_dimension_that_does_not_divide_is_told(llama: Path, say: Said) -> None:

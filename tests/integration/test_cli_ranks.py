@@ -18,9 +18,11 @@ import pytest
 from daemons import Daemon, Manager, commit, make, publish, query
 
 from wcache import config as configuration
+from wcache.cli.context import Context
+from wcache.cli.group import verdict
 from wcache.cli.main import run
 from wcache.cli.ranks import GroupReport
-from wcache.errors import Miss
+from wcache.errors import Miss, NotReady
 from wcache.host import units
 from wcache.host.fds import close_all
 from wcache.host.lock import BoundSocket, lock_path, take_lock
@@ -185,7 +187,8 @@ def test_evict_is_refused_while_engines_are_attached_and_names_them(group: tuple
         assert err.startswith("wcache: ") and "an engine" in err and "hint: " in err
         status, out, _ = say("evict", "--rank", "0", "--force")
     assert status == 0
-    assert "freed" in out
+    assert ": 0 B freed, " in out and " still mapped\n" in out
+    assert f"an engine (pid {os.getpid()}) goes on serving from " in out
     assert group[0].status().shards == ()
 
 
@@ -206,7 +209,9 @@ def test_drain_waits_for_engines_and_says_who_is_left(group: tuple[Daemon, Daemo
         assert "an engine" in err
     status, out, _ = say("drain", "0", "--deadline", "10")
     assert status == 0
-    assert "1 shards freed" in out
+    assert "1 shard freed" in out
+    status, _, err = say("drain", "0")
+    assert status == 1 and "draining already" in err and "hint: end the rank's wcache daemon" in err
 
 
 def test_the_last_miss_of_an_engine_can_be_asked_again(group: tuple[Daemon, Daemon], say: Said) -> None:
@@ -297,16 +302,22 @@ def test_clean_also_finds_sockets_of_ranks_that_are_configured_no_more(
     assert lock_path(path).exists()
 
 
+def preloaded(make_daemon: Callable[..., Daemon], manager: Manager, how: str = "good") -> Daemon:
+    """A rank that holds its configured weights. `how`: a shell's word for what its loader does."""
+    daemon = make_daemon(manager=manager, config={"model": "/models/preload", "identity": "trust"})
+    spec = preload_spec(configuration.parse('model = "/models/preload"\nidentity = "trust"\n', "test"), 0)
+    script = f'exec "$0" "$1" "$2" "$3" "{how}" preload'
+    daemon.loader = ["/bin/sh", "-c", script, sys.executable, str(LOADER), str(daemon.path), spec]
+    daemon.start()
+    manager.wait_told("READY=1")
+    return daemon
+
+
 def test_restart_group_reload_without_units_asks_the_daemons_themselves(
     make_daemon: Callable[..., Daemon], manager: Manager, say: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(LOADER.parent))
-    text = 'model = "/models/preload"\nidentity = "trust"\n'
-    daemon = make_daemon(manager=manager, config={"model": "/models/preload", "identity": "trust"})
-    spec = preload_spec(configuration.parse(text, "test"), 0)
-    daemon.loader = [sys.executable, str(LOADER), str(daemon.path), spec, "good", "preload"]
-    daemon.start()
-    manager.wait_told("READY=1")
+    daemon = preloaded(make_daemon, manager)
     before = daemon.status()
     status, out, err = say("restart-group", "--reload")
     assert status == 0
@@ -314,3 +325,57 @@ def test_restart_group_reload_without_units_asks_the_daemons_themselves(
     after = daemon.status()
     assert after.nonce == before.nonce
     assert after.shards[0].generation > before.shards[0].generation
+
+
+def verdict_of(short_dir: Path) -> None:
+    """What `start` says at its end; there are no units here that it could start."""
+    verdict(Context(asked_config=short_dir / "wcache.toml"), (0,), time.monotonic())
+
+
+def test_evicted_weights_are_not_called_resident(
+    make_daemon: Callable[..., Daemon], manager: Manager, say: Said, monkeypatch: pytest.MonkeyPatch, short_dir: Path
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(LOADER.parent))
+    preloaded(make_daemon, manager)
+    assert say("evict")[0] == 0
+    assert "rank 0  the configured weights were evicted" in say("status")[1]
+    with pytest.raises(NotReady, match="rank 0: the configured weights were evicted") as raised:
+        verdict_of(short_dir)
+    assert "wcache restart-group --reload" in raised.value.hint
+    assert say("restart-group", "--reload")[0] == 0
+
+
+def test_a_drained_rank_is_told_the_way_back_and_it_works(
+    make_daemon: Callable[..., Daemon], manager: Manager, say: Said, monkeypatch: pytest.MonkeyPatch, short_dir: Path
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(LOADER.parent))
+    preloaded(make_daemon, manager)
+    assert say("drain")[0] == 0
+    assert "hint: wcache restart-group --reload" in say("drain")[2]
+    assert "hint: wcache restart-group --reload" in say("doctor")[1]
+    with pytest.raises(NotReady, match="rank 0 is draining") as raised:
+        verdict_of(short_dir)
+    assert "wcache restart-group --reload" in raised.value.hint
+    assert say("restart-group", "--reload")[0] == 0
+
+
+def test_an_older_shard_in_place_of_the_configured_one_is_no_success(
+    make_daemon: Callable[..., Daemon], manager: Manager, say: Said, monkeypatch: pytest.MonkeyPatch, short_dir: Path
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(LOADER.parent))
+    daemon = preloaded(make_daemon, manager, how=f"$(cat {short_dir}/how 2>/dev/null || echo good)")
+    (short_dir / "how").write_text("crash")
+    with engine_of_the_configured_weights(daemon):
+        status, _, err = say("restart-group", "--reload")
+    assert status == 3
+    assert "wcache: rank 0: " in err and "is cursed" in err and "serving the older shard" in err
+    assert "all ready" not in err
+
+
+@contextmanager
+def engine_of_the_configured_weights(daemon: Daemon) -> Iterator[None]:
+    """A lease keeps the old shard while it is loaded anew."""
+    with daemon.connect("engine", "an engine") as connection:
+        _, manifest, fds = connection.attach(Attach(query=query("preload")))
+        close_all([manifest, *fds])
+        yield

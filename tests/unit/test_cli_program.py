@@ -73,7 +73,15 @@ def test_no_arguments_print_the_overview_as_a_usage_error(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    "argv", [["nonsense"], ["status", "--nonsense"], ["status", "x"], ["--user", "--system", "status"], ["daemon"]]
+    "argv",
+    [
+        ["nonsense"],
+        ["status", "--nonsense"],
+        ["status", "x"],
+        ["--user", "--system", "status"],
+        ["daemon"],
+        ["evict", ""],
+    ],
 )
 def test_wrong_usage_is_one_line_and_a_hint_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(argv) == 2
@@ -153,8 +161,9 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, config: Pat
     assert run(["status", "--config", str(config)]) == program.INTERRUPTED
 
 
-def test_version_prints_the_version_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["version"]) == 0
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version_prints_the_version_alone(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([word]) == 0
     assert capsys.readouterr().out == f"{__version__}\n"
 
 

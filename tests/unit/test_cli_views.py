@@ -15,7 +15,7 @@ from rich.console import Console
 from wcache.cli import render
 from wcache.cli.explaining import Answer, lines
 from wcache.cli.ranks import GroupReport, RankReport, last_end, may_connect
-from wcache.cli.status import model_name, view
+from wcache.cli.status import headline, model_name, view
 from wcache.cli.stopping import describe
 from wcache.cli.waiting import bars
 from wcache.config import Scope
@@ -78,6 +78,19 @@ def test_tables_fit_every_terminal_of_80_columns_and_more(
     header = next(line for line in page(shown, width) if line.startswith("RANK"))
     assert "ENGINES" in header and len(header) <= width
     assert max(len(line) for line in page(shown, width)) <= width
+
+
+@given(st.integers(26, 79), st.sampled_from(RankState))
+def test_a_narrow_terminal_gets_fewer_columns_but_rank_and_state_whole(width: int, state: RankState) -> None:
+    lines = page(report(status(11, shard(leases=1), state=state)), width)
+    assert next(line for line in lines if line.startswith("RANK")).split()[:2] == ["RANK", "STATE"]
+    assert next(line for line in lines if line.startswith("  11")).split()[:2] == ["11", state]
+
+
+def test_a_ready_rank_without_its_weights_says_why() -> None:
+    text = "ready: 0 shards, 0 B, 0 engines attached; the configured weights were evicted"
+    assert "rank 0  the configured weights were evicted" in page(report(status(0, text=text)), 120)
+    assert "green" not in headline(report(status(0, text=text)))
 
 
 def test_a_page_names_shards_engines_and_misses() -> None:
@@ -201,6 +214,12 @@ def test_a_stop_says_what_is_freed_and_who_still_maps_it() -> None:
     assert said[0] == "rank 0: stopped; 0 B freed, 3.0 GiB still mapped"
     assert "engine-0 (pid 100) goes on serving from 3.0 GiB" in said[1]
     assert said[2] == "rank 1: stopped; 3.0 GiB freed"
+
+
+def test_a_stop_of_a_rank_that_did_not_answer_claims_nothing() -> None:
+    silent = RankReport(rank=0, state="unresponsive", ready=False, device="cpu")
+    said = list(describe(GroupReport(manager=None, model=None, ready=0, total=1, ranks=(silent,)), {}))
+    assert said == ["rank 0: stopped; it was unresponsive, so it is not known what it held and what is freed"]
 
 
 def test_a_stop_says_what_the_fd_store_keeps_and_how_to_free_it() -> None:

@@ -64,7 +64,7 @@ class Held(Attachment):
 
 
 class Asks(together.Request):
-    """`identified`: what hashing gives, or raises."""
+    """`identified`, `proven`: what hashing gives, or raises."""
 
     def identified(self, progress: Any = None) -> Asks:
         if self.query.content is not None:
@@ -72,6 +72,11 @@ class Asks(together.Request):
         if self.survey is None:
             raise CheckpointError(CheckpointFault.TRUNCATED, "cut off")
         return Asks(Query(layout=self.query.layout, model="m", content=A), self.survey, "cpu")
+
+    def proven(self, progress: Any = None) -> Asks:
+        if self.survey is None:
+            raise CheckpointError(CheckpointFault.CHANGED_WHILE_READING, "not what its name says")
+        return self
 
 
 def request(rank: int, size: int, content: str | None = A, *, damaged: bool = False) -> Asks:
@@ -142,6 +147,7 @@ def elected(
     *claims: Any,
     again: Sequence[Attachment | Miss] = (),
     contents: Sequence[str | None] = (),
+    damaged: int | None = None,
     **options: Any,
 ) -> tuple[list[Any], list[float | None]]:
     """What becomes of ranks with a miss whose daemons answer a claim so (None: resident); how long each waits."""
@@ -158,7 +164,7 @@ def elected(
     content = contents or [A] * len(claims)
 
     def one(group: Group) -> Any:
-        mine = request(group.rank, group.size, content[group.rank])
+        mine = request(group.rank, group.size, content[group.rank], damaged=group.rank == damaged)
         return together.elect(mine, target(**options), miss(EMPTY), lambda _: again[group.rank], group)
 
     return Ranks(len(claims)).run(one), waits
@@ -191,6 +197,14 @@ def test_ranks_that_see_different_checkpoints_or_none_publish_nothing(
     contents: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, waits = elected(monkeypatch, "mine", "mine", contents=contents)
+    assert [p for _, p in found] == [None, None] and waits == [None, None]
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_rank_whose_file_is_not_what_its_name_says_keeps_all_from_publishing(
+    damaged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, waits = elected(monkeypatch, "mine", "mine", damaged=damaged)
     assert [p for _, p in found] == [None, None] and waits == [None, None]
 
 

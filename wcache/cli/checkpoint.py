@@ -35,15 +35,16 @@ def fingerprint(
 ) -> None:
     """The content identity of a checkpoint.
 
-    It is the last line of stdout. Reads only files that are not known yet.
+    It is the last line of stdout. Checks every header; reads only files that are not known yet.
     """
     from wcache.cli.hashing import meter
-    from wcache.weights.checkpoint import survey
+    from wcache.weights.checkpoint import open_checkpoint, survey
     from wcache.weights.identity import identify, open_store
 
     context = contexts.of(ctx)
     stale = allow_stale_index or context.config.allow_stale_index
     found = survey(directory, revision=revision, allow_stale_index=stale)
+    open_checkpoint(found)
     with open_store(context.state_dir) as store, meter(found) as progress:
         identity = identify(found, store, context.config.identity, deep=deep, progress=progress)
     if as_json:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import stat
@@ -10,18 +11,18 @@ import subprocess
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from importlib import metadata
-from pathlib import Path
 
 import msgspec
 
 from wcache import __version__
 from wcache.cli.context import Context
-from wcache.cli.ranks import look, look_at_units
-from wcache.config import Loader, Scope
-from wcache.errors import WcacheError
+from wcache.cli.ranks import STOPPED, RankReport, look, look_at_units, shortfall, way_back
+from wcache.config import Config, Loader, Scope
+from wcache.errors import CheckpointError, WcacheError
 from wcache.host import units
 from wcache.host.units import FDSTORE_PRESERVE_VERSION, Unit
-from wcache.model import BackendName
+from wcache.model import BackendName, RankState
+from wcache.weights.checkpoint import open_checkpoint, survey
 
 MIN_SYSTEMD = 250  # the oldest the units are tested with is 252; ListenSequentialPacket, EXTEND_TIMEOUT_USEC, BARRIER
 WANTED_FILES = 65536  # LimitNOFILE= of the unit
@@ -45,7 +46,7 @@ def examine(context: Context) -> Iterator[Finding]:
     """Every finding, in the order in which things depend on each other."""
     yield _ok("version", f"wcache {__version__}")
     checks: tuple[Callable[[Context], Iterator[Finding]], ...] = (
-        _configuration, _systemd, _units, _ranks, _limits, _driver, _packages,
+        _configuration, _state_dir, _systemd, _units, _ranks, _limits, _driver, _packages,
     )  # fmt: skip
     for check in checks:
         try:
@@ -73,10 +74,28 @@ def _configuration(context: Context) -> Iterator[Finding]:
     yield _ok("configuration", f"{where}; ranks {', '.join(map(str, config.ranks))}; backend {config.backend}")
     if config.model is None:
         yield _warning("model", "none is configured: ranks keep what engines publish, nothing is loaded at start")
-    elif not Path(config.model).is_dir():
-        yield _failed("model", f"{config.model} is no directory", "model = in wcache.toml")
     else:
-        yield _ok("model", config.model)
+        yield _model(config, config.model)
+
+
+def _model(config: Config, model: str) -> Finding:
+    """What `explain` and the loader would say of the directory: its index, and every header."""
+    try:
+        open_checkpoint(survey(model, revision=config.revision, allow_stale_index=config.allow_stale_index))
+    except CheckpointError as e:
+        return _failed("model", str(e), e.hint or "model = in wcache.toml")
+    return _ok("model", model)
+
+
+def _state_dir(context: Context) -> Iterator[Finding]:
+    """Whether it can be written. Who is not root cannot tell for the system's daemons."""
+    if context.manager is Scope.SYSTEM and os.geteuid() != 0:
+        return
+    path = context.state_dir
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = f"{there} cannot be written" if there.is_dir() else f"{there} is no directory"
+        yield _failed("state_dir", f"{path}: {what}: digests cannot be kept", "state_dir = in wcache.toml")
 
 
 def _systemd(_: Context) -> Iterator[Finding]:
@@ -126,13 +145,24 @@ def _ranks(context: Context) -> Iterator[Finding]:
     for report in look(context, context.config.ranks).ranks:
         name = f"rank {report.rank}"
         if report.ready and report.status is not None:
-            yield _ok(name, report.status.text)
+            lacks = shortfall(report.status)
+            yield _warning(name, report.status.text, way_back(context)) if lacks else _ok(name, report.status.text)
             if report.unit is not None and not report.status.fd_store:
                 yield _failed(name, "ready, but its weights are not in the fd store", "FileDescriptorStoreMax=")
         elif report.state in ("failed", "unresponsive", "denied", "unreachable"):
             yield _failed(name, f"{report.state}: {report.problem}", "wcache logs")
         else:
-            yield _warning(name, f"{report.state}{': ' if report.problem else ''}{report.problem}", "wcache start")
+            text = f"{report.state}{': ' if report.problem else ''}{report.problem}"
+            yield _warning(name, text, _way_to_ready(context, report))
+
+
+def _way_to_ready(context: Context, report: RankReport) -> str:
+    """What to do about a rank that is not ready, but has not failed."""
+    if report.state == RankState.DRAINING:
+        return way_back(context)
+    if context.manager is not None:
+        return "wcache start"
+    return f"wcache daemon --rank {report.rank}" if report.state == STOPPED else "wcache status --watch"
 
 
 def _limits(context: Context) -> Iterator[Finding]:

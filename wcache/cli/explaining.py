@@ -24,7 +24,7 @@ from wcache.cli.render import duration, short, value
 from wcache.config import Config, Loader, Parallel
 from wcache.daemon.status import size
 from wcache.engine.request import Request, prepare
-from wcache.errors import ConfigError, NotReady, PlanError, WcacheError
+from wcache.errors import ConfigError, NoSuchRank, NotReady, PlanError, WcacheError
 from wcache.model import BackendName, MissReason, Placement
 from wcache.protocol.connection import Connection
 from wcache.protocol.messages import Explain, Explained, GetStatus, MissInfo, Query, Status, WireDifference
@@ -69,8 +69,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(context: Context, asked: Options, only: int | None) -> list[Answer]:
-    """Ask as an engine of the given sizes would. Raises CheckpointError, PlanError, ConfigError."""
+    """Ask as an engine of the given sizes would. Raises CheckpointError, PlanError, ConfigError, NoSuchRank."""
     config = _config(context.config, asked)
+    world = config.parallel.sizes.world
+    if only is not None and only >= world:
+        raise NoSuchRank(f"rank {only} is not one of the group's {world} ranks")
     ranks = [only] if only is not None else list(_ranks(context.config, config))
     with open_store(context.state_dir) as store:
         requests = _requests(config, asked, ranks, store)

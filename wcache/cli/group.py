@@ -15,7 +15,7 @@ import typer
 from wcache.cli import context as contexts
 from wcache.cli import render
 from wcache.cli.context import Context
-from wcache.cli.ranks import GroupReport, ask_all, chosen, look, look_at_units
+from wcache.cli.ranks import GroupReport, RankReport, ask_all, chosen, look, look_at_units, shortfall, way_back
 from wcache.cli.shards import RankArgument, end
 from wcache.cli.waiting import failures, watch
 from wcache.config import Scope
@@ -23,6 +23,7 @@ from wcache.errors import NotReady, SystemdError, WcacheError
 from wcache.host import units
 from wcache.host.lock import clear_stale
 from wcache.host.units import Unit
+from wcache.model import RankState
 from wcache.protocol.connection import Connection
 from wcache.protocol.messages import Done, Reload
 
@@ -30,7 +31,8 @@ from wcache.protocol.messages import Done, Reload
 def start(ctx: typer.Context, rank: RankArgument = None) -> None:
     """Start the ranks, wait until ready.
 
-    Returns when every rank's weights are resident; exit status 1 if a rank failed.
+    Returns when every rank's weights are resident; exit status 1 if a rank failed, 3 if one does not hold what is
+    configured.
     """
     context = contexts.of(ctx)
     manager = context.need_manager()
@@ -159,17 +161,26 @@ def run(context: Context, manager: Scope, verb: str, names: list[str], ranks: tu
 
 
 def verdict(context: Context, ranks: tuple[int, ...], began: float) -> None:
-    """The answer: how many ranks are ready. Raises NotReady if some are not."""
+    """The answer: how many ranks are ready. Raises NotReady if some are not, or hold other weights than configured."""
     report = look(context, ranks)
     for rank in report.ranks:
         if rank.status is not None and rank.ready:
             print(f"rank {rank.rank}: {rank.status.text}")
-    waiting = [
-        f"rank {r.rank} is {r.state}" + (f": {r.problem}" if r.problem else "") for r in report.ranks if not r.ready
-    ]
+    waiting = [text for rank in report.ranks if (text := _lacking(rank))]
     if waiting:
-        raise NotReady("; ".join(waiting), hint="wcache status; wcache logs")
+        given_up = any(
+            r.state == RankState.DRAINING or (r.ready and not r.problem) for r in report.ranks if _lacking(r)
+        )
+        raise NotReady("; ".join(waiting), hint=way_back(context) if given_up else "wcache status; wcache logs")
     render.say(f"all ready after {time.monotonic() - began:.1f} s")
+
+
+def _lacking(rank: RankReport) -> str:
+    """Why a rank does not serve what is configured; empty if it does."""
+    if not rank.ready:
+        return f"rank {rank.rank} is {rank.state}" + (f": {rank.problem}" if rank.problem else "")
+    text = shortfall(rank.status) if rank.status is not None else ""
+    return f"rank {rank.rank}: {text}" if text else ""
 
 
 def free_stores(context: Context, manager: Scope, ranks: tuple[int, ...]) -> None:

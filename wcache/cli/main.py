@@ -20,11 +20,13 @@ from typer.core import TyperCommand, TyperGroup
 from wcache.cli import checkpoint, daemon, doctor, group, logs, shards, status
 from wcache.cli.context import Context
 from wcache.config import Scope
-from wcache.errors import WcacheError
+from wcache.errors import CheckpointError, NoSuchShard, WcacheError
+from wcache.model import CheckpointFault
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _FLAGS = ("--user", "--system", "--debug")
 _CONFIG = "--config"
+_NO_MODEL = (CheckpointFault.NO_DIRECTORY, CheckpointFault.UNKNOWN_SNAPSHOT)
 
 
 def _absent_stays_none(parameter: Any) -> None:
@@ -89,6 +91,12 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool | None) -> None:
+    if asked:
+        daemon.version()
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     ctx: typer.Context,
@@ -96,6 +104,9 @@ def options(
     system: Annotated[bool, typer.Option("--system", help="The system's. Default: whichever has the units.")] = False,
     config: Annotated[Path | None, typer.Option(_CONFIG, metavar="FILE", help="Another wcache.toml.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="A traceback with every error.")] = False,
+    version: Annotated[  # noqa: ARG001  its callback answers
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Keeps model weights resident outside the engine, so that a restarted engine maps them instead of reading them."""
     if user and system:
@@ -131,7 +142,7 @@ def run(argv: Sequence[str]) -> int:
         status = app(list(argv), prog_name="wcache", standalone_mode=False)
         sys.stdout.flush()
     except WcacheError as e:
-        return _fail(str(e), e.hint, e.exit_status, debug)
+        return _fail(str(e), e.hint, _status(e), debug)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", "", INTERRUPTED, debug=False)
     except BrokenPipeError:  # whoever read our answer has seen enough
@@ -140,6 +151,13 @@ def run(argv: Sequence[str]) -> int:
     except Exception as e:  # noqa: BLE001  the boundary: usage errors of the parser, and defects of ours
         return _unexpected(e, debug)
     return status if isinstance(status, int) else 0
+
+
+def _status(error: WcacheError) -> int:
+    """The error class's exit status; a checkpoint that is not there at all is a model that there is not."""
+    if isinstance(error, CheckpointError) and error.fault in _NO_MODEL:
+        return NoSuchShard.exit_status
+    return error.exit_status
 
 
 def _unexpected(error: Exception, debug: bool) -> int:

@@ -79,6 +79,31 @@ class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.ready == self.total
 
 
+# What the daemon's state.py and loading.py say of a rank without its configured weights.
+_LACKING = ("the configured weights were ", "serving the older shard")
+
+
+def remark(said: RankStatus) -> str:
+    """What a ready rank adds to its numbers: evicted, an older shard is served, a quarantine."""
+    return said.text.partition("; ")[2] if said.state is RankState.READY else ""
+
+
+def shortfall(said: RankStatus) -> str:
+    """Why a ready rank does not hold the weights that are configured; empty if it does."""
+    text = remark(said)
+    return text if any(words in text for words in _LACKING) else ""
+
+
+def way_back(context: Context) -> str:
+    """What has a drained or emptied rank hold weights again: `start` leaves a daemon that runs as it is."""
+    if context.config.model is not None:
+        verb = "restart-group --reload" if context.manager is None else "restart-group"
+        return f"wcache {verb} loads the configured weights again"
+    if context.manager is not None:
+        return "wcache restart-group has it take engines again"
+    return "end the rank's wcache daemon and start it again: no model is configured that it could reload"
+
+
 def chosen(config: Config, asked: int | None) -> tuple[int, ...]:
     """The ranks a verb is about. Raises NoSuchRank."""
     if asked is None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 4096
 GAP = 2
+KEPT = ("RANK", "STATE")  # columns that are never cut
 _HEX = re.compile(r"[0-9a-f]{32,}")
 
 
@@ -47,7 +48,8 @@ def console(stream: TextIO | None = None) -> Console:
 def table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, width: int, right: Sequence[str], flexible: str
 ) -> Table:
-    """A table without lines. `flexible`: the column that gives way (with an ellipsis) where `width` is too narrow.
+    """A table without lines. `flexible`: the column that gives way (with an ellipsis) where `width` is too narrow;
+    where that is not enough, the last columns are left out, but none of KEPT.
 
     Cells may hold markup; what comes from elsewhere is escaped by the caller.
     """
@@ -56,6 +58,8 @@ def table(
 
     cells = [[Text.from_markup(cell) for cell in row] for row in rows]
     widths = [max([len(h), *(row[i].cell_len for row in cells)]) for i, h in enumerate(headings)]
+    shown = _fitting(headings, widths, flexible, width)
+    headings, widths = [headings[i] for i in shown], [widths[i] for i in shown]
     spare = width - sum(widths) - GAP * len(headings)
     made = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
     for heading, wanted in zip(headings, widths, strict=True):
@@ -63,8 +67,18 @@ def table(
         justify: Literal["left", "right"] = "right" if heading in right else "left"
         made.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis", width=granted)
     for row in cells:
-        made.add_row(*row)
+        made.add_row(*(row[i] for i in shown))
     return made
+
+
+def _fitting(headings: Sequence[str], widths: Sequence[int], flexible: str, width: int) -> list[int]:
+    """The columns that fit, whole but for the flexible one."""
+    least = [len(h) if h == flexible else wanted for h, wanted in zip(headings, widths, strict=True)]
+    shown = list(range(len(headings)))
+    for i in reversed(range(len(headings))):
+        if sum(least[j] + GAP for j in shown) > width and headings[i] not in KEPT:
+            shown.remove(i)
+    return shown
 
 
 def say(text: str) -> None:

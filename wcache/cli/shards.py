@@ -13,11 +13,22 @@ import typer
 
 from wcache.cli import context as contexts
 from wcache.cli import render
-from wcache.cli.ranks import ask_all, chosen
+from wcache.cli.ranks import ask_all, chosen, way_back
 from wcache.daemon.status import size
-from wcache.errors import IntegrityError, NoSuchShard, WcacheError
+from wcache.errors import Busy, IntegrityError, NoSuchShard, WcacheError
 from wcache.protocol.connection import Connection
-from wcache.protocol.messages import Done, Drain, Evict, Evicted, Pending, Verified, Verify
+from wcache.protocol.messages import (
+    Done,
+    Drain,
+    Evict,
+    Evicted,
+    GetStatus,
+    Pending,
+    ShardInfo,
+    Status,
+    Verified,
+    Verify,
+)
 
 RankArgument = Annotated[int | None, typer.Argument(min=0, metavar="[RANK]", help="Only this rank.")]
 RankOption = Annotated[int | None, typer.Option("--rank", min=0, metavar="N", help="Only this rank.")]
@@ -63,9 +74,16 @@ def evict(
 
     Refused while engines are attached, unless forced.
     """
-    context = contexts.of(ctx)
+    from wcache.cli.stopping import freed, mapped_by
 
-    def ask(_: int, connection: Connection) -> Evicted:
+    if fingerprint == "":
+        raise typer.BadParameter("an empty fingerprint names no shard; leave it out to mean every shard")
+    context = contexts.of(ctx)
+    before: dict[int, tuple[ShardInfo, ...]] = {}
+
+    def ask(number: int, connection: Connection) -> Evicted:
+        if force:
+            before[number] = connection.ask(GetStatus(), Status).status.shards
         return connection.ask(Evict(fingerprint=fingerprint, force=force), Evicted)
 
     answers = ask_all(context, chosen(context.config, rank), ask)
@@ -77,7 +95,9 @@ def evict(
         for number, answer in answers.items():
             if isinstance(answer, Evicted):
                 names = ", ".join(f[:12] for f in answer.fingerprints) or "nothing was resident"
-                print(f"rank {number}: {names}: {size(answer.bytes_freed)} freed")
+                gone = [s for s in before.get(number, ()) if s.fingerprint in answer.fingerprints]
+                for line in (f"rank {number}: {names}: {freed(answer.bytes_freed, gone)}", *mapped_by(gone)):
+                    print(line)
     end(answers, 0)
 
 
@@ -100,6 +120,8 @@ def drain(
     for number, answer in answers.items():
         if isinstance(answer, Done):
             print(f"rank {number}: {answer.text or 'drained'}")
+        elif isinstance(answer, Busy) and not answer.data:  # not the engines: it drains, or was drained, already
+            answer.hint = way_back(context)
     end(answers, 0)
 
 

@@ -18,7 +18,7 @@ import typer
 from wcache.cli import context as contexts
 from wcache.cli import render
 from wcache.cli.context import Context
-from wcache.cli.ranks import GroupReport, RankReport, chosen, look
+from wcache.cli.ranks import GroupReport, RankReport, chosen, look, remark
 from wcache.daemon.status import count, size
 from wcache.errors import NotReady
 from wcache.model import ShardState
@@ -114,8 +114,8 @@ def headline(report: GroupReport) -> str:
     """The group in one line."""
     from rich.markup import escape
 
-    colour = "green" if report.all_ready else "yellow"
     said = [r.status for r in report.ranks if r.status is not None]
+    colour = "green" if report.all_ready and not any(map(remark, said)) else "yellow"
     modes = sorted({str(s.mode) for s in said})
     policies = sorted({str(s.policy) for s in said})
     parts = [escape(model_name(report.model)) if report.model else "no model"]
@@ -196,6 +196,8 @@ def _details(report: RankReport) -> Iterator[str]:
         return
     if not report.ready and said.text and not (report.problem and report.problem in said.text):
         yield f"{who}  {escape(said.text)}"
+    if (more := remark(said)) and more != report.problem:
+        yield f"{who}  {escape(render.short(more))}"
     for shard in said.shards:
         if shard.problem or shard.state is not ShardState.RESIDENT:
             yield f"{who}  shard {shard.fingerprint[:12]} is {shard.state}: {escape(shard.problem)}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import select
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from wcache.daemon.rank import Rank
 from wcache.host import child
@@ -30,16 +32,24 @@ log = logging.getLogger(__name__)
 LAST_WORDS = 12  # lines
 LOOK_EVERY_S = 0.25
 END_TIMEOUT_S = 5.0
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 
 
 class Gone(Exception):
     """The load is no longer wanted: the daemon stops or drains."""
 
 
+class Ending(NamedTuple):
+    """`problem`: what went wrong, if anything. `status`: the exit status, negative for a signal."""
+
+    problem: str
+    status: int | None = None
+
+
 def run(
     rank: Rank, command: Sequence[str], environment: Mapping[str, str], socket_dir: Path, unwanted: Callable[[], bool]
-) -> str:
-    """Run the loader to its end; `environment` is added to ours. Returns what went wrong, if anything. Raises Gone."""
+) -> Ending:
+    """Run the loader to its end; `environment` is added to ours. Returns how it ended. Raises Gone."""
     with _slot(rank, socket_dir, unwanted):
         log.info("rank %d loading shard from disk", rank.who.rank)
         return _Loader(rank, command, environment).watch(unwanted)
@@ -61,13 +71,13 @@ class _Loader:
         self._listener = threading.Thread(target=self._listen, name="wcache-loader-log", daemon=True)
         self._listener.start()
 
-    def watch(self, unwanted: Callable[[], bool]) -> str:
+    def watch(self, unwanted: Callable[[], bool]) -> Ending:
         try:
             with OwnedFd(os.pidfd_open(self._process.pid)) as pidfd:
                 problem = self._wait(pidfd, unwanted)
         finally:
             self._end()
-        return problem or self._ending()
+        return Ending(problem or self._ending(), self._process.returncode)
 
     def _wait(self, pidfd: OwnedFd, unwanted: Callable[[], bool]) -> str:
         poll = select.poll()
@@ -80,7 +90,7 @@ class _Loader:
             if now_moves != moves:
                 moves, since = now_moves, now
             elif now - since > self._stall_s:
-                return f"the loader made no progress for {self._stall_s:g} s{self._last_words()}"
+                return self._with_words(f"the loader made no progress for {self._stall_s:g} s")
         return ""
 
     def _end(self) -> None:
@@ -100,21 +110,31 @@ class _Loader:
             return ""
         if code < 0:
             name = signal.Signals(-code).name if -code in list(signal.Signals) else "?"
-            hint = "; the kernel may have been short of memory" if -code == signal.SIGKILL else ""
-            return f"the loader was ended by signal {-code} ({name}){hint}{self._last_words()}"
-        return f"the loader ended with exit status {code}{self._last_words()}"
+            guess = "; the kernel may have been short of memory" if -code == signal.SIGKILL else ""
+            return self._with_words(f"the loader was ended by signal {-code} ({name})", guess)
+        return self._with_words(f"the loader ended with exit status {code}")
 
-    def _last_words(self) -> str:
-        return ":\n  " + "\n  ".join(self._words) if self._words else " and said nothing"
+    def _with_words(self, end: str, guess: str = "") -> str:
+        if not self._words:
+            return f"{end} and said nothing{guess}"
+        return "\n  ".join([f"{end}{guess}:", *self._words])
 
     def _listen(self) -> None:
         if self._process.stdout is None:
             return
         for raw in self._process.stdout:
-            line = raw.decode(errors="replace").rstrip()
+            level, line = unstamped(raw.decode(errors="replace").rstrip())
             if line:
                 self._words.append(line)
-                log.info("rank %d loader: %s", self._rank.who.rank, line)
+                log.log(level, "rank %d loader: %s", self._rank.who.rank, line)
+
+
+def unstamped(line: str) -> tuple[int, str]:
+    """Level and text of a line that our own logging wrote (`wcache.log`); any other line as it is."""
+    stamp = _STAMP.match(line)
+    if stamp is None:
+        return logging.INFO, line
+    return logging.getLevelNamesMapping()[stamp[1]], line[stamp.end() :]
 
 
 @contextlib.contextmanager

@@ -3,11 +3,13 @@
 
 One thread of the daemon. A restored shard of the same spec whose content the checkpoint still has is adopted without
 any child; a checkpoint directory that cannot be reached is no reason to give up what is resident. A load that fails
-ends the daemon with a non-zero status (systemd's start limits then apply), unless a matching shard is still there.
+ends the daemon with a non-zero status (systemd's start limits then apply), unless a matching shard is still there:
+2 if the configuration is to blame and nothing at all is resident (systemd does not try again, and drops the fd store).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import sys
@@ -21,9 +23,9 @@ from wcache.daemon import loader
 from wcache.daemon.facts import Shard, label
 from wcache.daemon.preload import Preload
 from wcache.daemon.rank import Rank
-from wcache.daemon.status import size
+from wcache.daemon.status import count, size
 from wcache.daemon.verifying import verify_restored
-from wcache.errors import CheckpointError, WcacheError
+from wcache.errors import CheckpointError, ConfigError, LoaderError, WcacheError
 from wcache.log import LOAD_FAILED, RESTORED, fields
 from wcache.model import CheckpointFault, IdentityPolicy, Origin
 from wcache.weights.spec import preload_spec
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 RECOGNISE_TIMEOUT_S = 30.0  # a dead network file system blocks for ever
 # How loaders say that memory did not suffice: our own code, torch's and CUDA's words, the kernel's signal.
 _SHORT_OF_MEMORY = re.compile(r"out[ _]of[ _]memory|OutOfMemory|SIGKILL", re.IGNORECASE)
+_CODE = re.compile(r" \([a-z_]+\)$")  # the error's class, which the loader adds for us
+_HINT = "hint: "
 _UNREACHABLE = {CheckpointFault.NO_DIRECTORY, CheckpointFault.UNREADABLE}
 
 
@@ -47,10 +51,10 @@ class Surroundings:
 
 
 class Preloader:
-    """`fail(problem)` ends the daemon with a non-zero status; `stopping()` is True once it ends anyway."""
+    """`fail(problem, status)` ends the daemon with a non-zero status; `stopping()` is True once it ends anyway."""
 
     def __init__(
-        self, rank: Rank, where: Surroundings, fail: Callable[[str], None], stopping: Callable[[], bool]
+        self, rank: Rank, where: Surroundings, fail: Callable[[str, int], None], stopping: Callable[[], bool]
     ) -> None:
         self._rank = rank
         self._where = where
@@ -137,13 +141,13 @@ class Preloader:
             state.preload.started()
         try:
             environment = {"WCACHE_STATE_DIR": str(self._where.state_dir)}
-            problem = loader.run(rank, self._command(), environment, self._where.socket.parent, self._unwanted)
+            problem, status = loader.run(rank, self._command(), environment, self._where.socket.parent, self._unwanted)
         except loader.Gone:
             with rank.state() as state:
                 state.preload.ended()
             return
         except OSError as e:
-            problem = f"the loader could not be started: {e}"
+            problem, status = f"the loader could not be started: {e}", None
         with rank.state() as state:
             problem = _outcome(problem, state.preload)
             if not problem:
@@ -161,17 +165,20 @@ class Preloader:
         )  # fmt: skip
         if room:
             log.warning(
-                "rank %d: %d unused shards of another configuration made room; trying again", rank.who.rank, len(room)
+                "rank %d: %s of another configuration made room; trying again",
+                rank.who.rank,
+                count(len(room), "unused shard"),
             )
         else:
-            self._after_failure(problem)
+            self._after_failure(problem, status)
 
-    def _after_failure(self, problem: str) -> None:
+    def _after_failure(self, problem: str, status: int | None) -> None:
         candidates = self._candidates()
         if candidates:
             self._take(candidates[0], f"{_headline(problem)}; serving the older shard")
         elif self._rank.read(lambda state: state.preload.current is None):
-            self._fail(_headline(problem))
+            final = status == ConfigError.exit_status and not self._rank.read(lambda state: state.shards())
+            self._fail(_headline(problem), ConfigError.exit_status if final else LoaderError.exit_status)
 
     def _unwanted(self) -> bool:
         return self._stopping() or self._rank.read(lambda state: state.draining)
@@ -200,10 +207,19 @@ def _outcome(problem: str, preload: Preload) -> str:
 
 
 def _headline(problem: str) -> str:
-    """One line: how it ended, and the last thing the loader said where that is all there is to go by."""
+    """One line: how it ended, and the loader's error where that is all there is to go by."""
     first, *words = problem.splitlines()
-    last = f" {words[-1].strip()}" if words and first.endswith(":") else ""
-    return f"Weight load failed: {first}{last}" if last else f"Weight load failed: {first.rstrip(':')}"
+    if words and first.endswith(":"):
+        return f"Weight load failed: {first} {_error([word.strip() for word in words])}"
+    return f"Weight load failed: {first.rstrip(':')}"
+
+
+def _error(words: list[str]) -> str:
+    """The loader's error with its hint, if it gave one; else the last thing it said."""
+    for error, hint in reversed(list(itertools.pairwise(words))):
+        if hint.startswith(_HINT):
+            return f"{_CODE.sub('', error)}; {hint}"
+    return _CODE.sub("", words[-1])
 
 
 def _recognise(config: Config, state_dir: Path) -> str | None:

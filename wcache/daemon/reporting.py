@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the daemon tells systemd and when: READY=1 once, STATUS= as it changes, extensions while bytes move, WATCHDOG=1.
 
+READY=1 is also what a rank says that is drained before its weights were there: its start is over, nothing will come.
 Runs in the main thread, which takes the state lock for it: a daemon whose lock is stuck goes silent and is restarted.
 An extension is never a matter of time alone, it follows progress; a load that stalls runs into the start timeout.
 """
@@ -30,18 +31,22 @@ class Reporter:
         self._stall_s = rank.who.config.timeouts.stall_s
         self._extend_every_s = min(EXTEND_EVERY_S, self._stall_s / 4)
         self._ready = False
-        self._edge = False
+        self._loaded = self._edge = False
         self._text = ""
         self._moves = 0
         self._told = self._extended = self._alive = float("-inf")
 
     def report(self) -> float:
         """Say what is due. Returns seconds until something else may be, if nothing changes before."""
-        state, snapshot, moves, busy = self._rank.read(lambda s: (s.rank_state, s.snapshot(), s.moves, s.busy))
+        state, snapshot, moves, busy, settled = self._rank.read(
+            lambda s: (s.rank_state, s.snapshot(), s.moves, s.busy, s.settled)
+        )
         now = time.monotonic()
         line = "; ".join(part for part in (text(state, snapshot), self._rank.trouble) if part)
-        if state is RankState.READY and not self._ready:
-            self._ready = self._edge = True
+        if state is RankState.READY and not self._loaded:
+            self._loaded = self._edge = True
+        if settled and not self._ready:
+            self._ready = True
             self._notifier.ready(line)
             self._text, self._told = line, now
         if line != self._text and now - self._told >= STATUS_EVERY_S:
@@ -62,6 +67,6 @@ class Reporter:
         return self._alive + self._watchdog_s - now
 
     def take_ready(self) -> bool:
-        """True once, after READY=1."""
+        """True once, when the rank has become ready."""
         edge, self._edge = self._edge, False
         return edge

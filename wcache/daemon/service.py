@@ -4,7 +4,8 @@
 The main thread is the one that reports: it takes the state lock for every STATUS=, READY=1 and WATCHDOG=1, so a daemon
 whose lock is stuck is not vouched for. Others accept, serve (one thread a connection), and load. It owns the listening
 socket, the lock beside it and the store; children die with it. Exit status: 0 after SIGTERM, 1 when the weights could
-not be loaded or an invariant broke; the fd store survives either way.
+not be loaded or an invariant broke; the fd store survives either way. 2 when the loader refused the configuration
+and nothing is resident that the fd store could lose.
 """
 
 from __future__ import annotations
@@ -161,9 +162,9 @@ class Service:
         self._stopping = True
         os.eventfd_write(self._stop.fileno(), 1)
 
-    def _fail(self, problem: str) -> None:
+    def _fail(self, problem: str, status: int) -> None:
         log.error("rank %d gives up: %s", self._number, problem.splitlines()[0])
-        self._exit_status, self._problem = 1, problem
+        self._exit_status, self._problem = status, problem
         self.stop()
 
     def _broken(self, error: Exception) -> None:

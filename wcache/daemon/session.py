@@ -20,6 +20,7 @@ from wcache.daemon.facts import Client, Found, Grant, NotHere, Wait
 from wcache.daemon.publishing import Writer
 from wcache.daemon.rank import Rank
 from wcache.daemon.state import State
+from wcache.daemon.status import count
 from wcache.daemon.verifying import verify
 from wcache.errors import (
     Busy,
@@ -338,8 +339,9 @@ class Session:
                 raise state.give_up_drain()
             freed = state.finish_drain()
         rank.store.drop_device()
-        log.info("rank %d drained: %d shards freed", rank.who.rank, len(freed))
-        self._send(m.Done(text=f"{len(freed)} shards freed"))
+        text = f"{count(len(freed), 'shard')} freed"
+        log.info("rank %d drained: %s", rank.who.rank, text)
+        self._send(m.Done(text=text))
 
     # --- the wire -----------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,12 @@ class State:
         return RankState.FAILED if self.preload.failed else RankState.LOADING
 
     @property
+    def settled(self) -> bool:
+        """True when the start is over: the weights are here, or the rank was drained and waits for none."""
+        drained = self._draining and self.preload.satisfied and not self.preload.loading
+        return drained or self.rank_state is RankState.READY
+
+    @property
     def device(self) -> str | None:
         if self._device is not None:
             return self._device
@@ -93,6 +99,8 @@ class State:
         """Shards whose fingerprint begins with `prefix`, all without one. Raises NoSuchShard for none or several."""
         if prefix is None:
             return list(self._shards.values())
+        if not prefix:
+            raise NoSuchShard("an empty fingerprint names no shard", hint="name none at all to mean every shard")
         found = [s for s in self._shards.values() if s.id.startswith(prefix)]
         names = sorted({s.id for s in found})
         if not found:

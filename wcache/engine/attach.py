@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
-from wcache.engine import module
+from wcache.engine import module, values
 from wcache.engine.claim import claimed
 from wcache.engine.client import Attachment, as_miss
 from wcache.engine.election import Target
@@ -26,11 +26,13 @@ from wcache.engine.options import device_of, device_option, dtype_option, host_s
 from wcache.engine.publish import begin
 from wcache.engine.request import prepare
 from wcache.engine.start import Start, take_copy
-from wcache.engine.state import module_entries, plain_attributes, state_entries
+from wcache.engine.state import module_entries, state_entries
 from wcache.engine.timing import Stopwatch
+from wcache.engine.values import plain_attributes
 from wcache.errors import Miss, OutOfMemory, StructureError
 from wcache.model import IdentityPolicy, Kind, Mode, Placement, Sizes
 from wcache.weights.fingerprint import LayoutKey
+from wcache.weights.identity import unmoved
 from wcache.weights.segment import Access
 
 
@@ -125,9 +127,9 @@ def load_into(
 ) -> Attachment:
     """Fill a module that was built on the meta device; options as for `attach`.
 
-    Parameters stand on the shared memory and do not require grad; buffers are private. `init(module)` computes buffers
-    that no checkpoint carries; `wcache.init_buffers` does for Transformers' modules. `requires_grad`: only in copy
-    mode, because shared weights cannot be trained.
+    Parameters stand on the shared memory and do not require grad (made to, they raise TrainingRefused where a gradient
+    arrives); buffers are private. `init(module)` computes buffers that no checkpoint carries; `wcache.init_buffers`
+    does for Transformers' modules. `requires_grad`: only in copy mode, because shared weights cannot be trained.
     Raises StructureError naming every difference (nothing is bound then), and whatever `attach` raises.
     """
     if requires_grad and Mode(str(options.get("mode", Mode.ZERO_COPY))) is not Mode.COPY:
@@ -138,11 +140,13 @@ def load_into(
     held = attach(model, **options)  # type: ignore[arg-type]
     watch = Stopwatch()
     try:
-        attributes = dict(held.manifest.attributes)
+        attributes = {name: values.decode(value) for name, value in held.manifest.attributes.items()}
         kinds = {name: t.kind for t in held.manifest.tensors for name in t.names}
         tensors = {n: t for n, t in held.tensors.items() if kinds[n] is not Kind.ATTRIBUTE}
         attributes |= {n: t for n, t in held.tensors.items() if kinds[n] is Kind.ATTRIBUTE}
         module.fill(target, tensors, init=init, attributes=attributes, requires_grad=requires_grad)
+        if held.lease is not None and held.mode is Mode.ZERO_COPY:
+            module.refuse_training(target)
     except BaseException:
         held.close()
         raise
@@ -203,7 +207,7 @@ def publish(
             revision=revision,
             policy=IdentityPolicy(identity),
             allow_stale_index=allow_stale_index,
-        ).identified(store)
+        ).identified(store, by_name=False)
     if layout is None:
         entries = claimed(entries, request)
     else:
@@ -219,4 +223,5 @@ def publish(
     )
     if publication is None:
         return None
-    return publication.write(entries, repoint=repoint, attributes=plain)
+    read = request.survey
+    return publication.write(entries, repoint=repoint, attributes=plain, last=lambda: unmoved(read, read.files))

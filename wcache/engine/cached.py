@@ -167,8 +167,10 @@ class _Cached:
         if publication is not None and before is not None:
             try:
                 self._publish(publication, module, before)
-            except Exception as e:  # noqa: BLE001 - costs the next start, not this one, whatever the module is made of
+            except BaseException as e:  # costs the next start, not this one, whatever the module is made of
                 publication.abort(f"{type(e).__name__}: {e}")
+                if not isinstance(e, Exception):
+                    raise
                 log.warning("this start was not published: %s", str(e))  # the error would keep the module alive
         return module
 

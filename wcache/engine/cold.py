@@ -87,8 +87,10 @@ def _refuse_other_bytes(request: Request, digests: dict[str, str]) -> None:
 
 def _content(request: Request, store: DigestStore, hashed: dict[str, str]) -> str:
     """The checkpoint's identity from what was known, hashed here, or hashed by the other ranks meanwhile."""
-    digests = {**request.identity.digests, **hashed}
+    claimed = request.identity.claimed
+    digests = {name: d for name, d in request.identity.digests.items() if name not in claimed} | hashed
     if any(f.name not in digests for f in request.survey.files):
-        others = identify(request.survey, store, request.identity.policy)
+        others = identify(request.survey, store, request.identity.policy, by_name=False)
+        _refuse_other_bytes(request, others.digests)
         digests = {**others.digests, **digests}
     return combine(request.survey, digests)

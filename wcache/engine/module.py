@@ -17,6 +17,7 @@ from torch import nn
 
 from wcache.engine import state
 from wcache.engine.entries import Entry
+from wcache.engine.training import guard
 from wcache.errors import StructureError, listed
 from wcache.model import Kind
 from wcache.weights.manifest import contiguous_stride
@@ -96,7 +97,7 @@ def init_buffers(module: nn.Module) -> None:
     for owner in module.modules():
         for leaf, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta and leaf in owner._non_persistent_buffers_set:
-                room = torch.empty_like(buffer, device=device)
+                room = _room(buffer, device)
                 owner._buffers[leaf] = room
                 fresh.append((owner, leaf, buffer, room, room._version))
     marked = [t for t in bound.values() if not hasattr(t, _LOADED)]
@@ -110,6 +111,22 @@ def init_buffers(module: nn.Module) -> None:
         for owner, leaf, old, room, version in fresh:
             if owner._buffers[leaf] is room and room._version == version:
                 owner._buffers[leaf] = old  # nobody wrote it: what it holds is no value
+
+
+def _room(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a buffer on meta; what is made in inference mode would not tell whether somebody wrote it."""
+    with torch.inference_mode(False):
+        return torch.empty_like(buffer, device=device)
+
+
+def refuse_training(module: nn.Module) -> None:
+    """Let a gradient for a parameter that is made to require grad some day raise TrainingRefused; none does yet."""
+    able = [p for p in module.parameters() if (p.is_floating_point() or p.is_complex()) and not p.is_inference()]
+    for parameter in able:
+        parameter.requires_grad_(True)
+    guard(module)
+    for parameter in able:
+        parameter.requires_grad_(False)
 
 
 def _source(name: str, names: tuple[str, ...], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

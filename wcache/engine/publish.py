@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ from wcache import __version__
 from wcache.config import CONNECT_TIMEOUT_S
 from wcache.engine.client import DISK, Attachment, default_access, lent, map_segments
 from wcache.engine.entries import Block, Entry, blocks, check
-from wcache.engine.lease import Lease
+from wcache.engine.lease import Lease, close_in_children
 from wcache.engine.tensors import bytes_tensor, dtype_name, torch_device
 from wcache.errors import ProtocolError, PublishError, WcacheError
 from wcache.host.fds import MAX_FDS_PER_RECORD, OwnedFd, close_all, sealed_memfd
@@ -107,6 +107,7 @@ class Publication:
         self._name = name
         self._device = device
         self._over = False
+        close_in_children(connection)
 
     @property
     def backend(self) -> Backend:
@@ -126,8 +127,11 @@ class Publication:
         attributes: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
         model: str | None = None,
+        last: Callable[[], object] = lambda: None,
     ) -> Attachment:
         """Publish live tensors. `repoint`: parameters move onto the published memory, and their old memory is freed.
+
+        `last`: called when all bytes are copied, before anybody sees them; what it raises ends the publication.
 
         Returns this process's own attachment to the result; with `repoint`, parameters hold its memory by themselves.
         Raises PublishError for tensors that cannot be shared, and what the rank answers; the publication is over then.
@@ -157,6 +161,7 @@ class Publication:
                 manifest = self._manifest(
                     backend, tuple(specs), storages, tensors, model=model, attributes=attributes, extra=extra
                 )
+                last()
                 return self._attached(self._commit(manifest, fds), manifest, fds, moved)
 
     def commit(
@@ -257,7 +262,7 @@ class Publication:
         self._over = True
         try:
             self._connection.ask(PublishAbort(reason=reason), Done)
-        except WcacheError as e:  # the connection's end says the same
+        except (WcacheError, OSError) as e:  # the connection's end says the same; a forked child's is closed
             log.debug("abort: %s", e)
         finally:
             self._connection.close()

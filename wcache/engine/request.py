@@ -49,9 +49,12 @@ class Request:
         """Look again: another process may have hashed the files meanwhile."""
         return replace(self, identity=recognise(self.survey, store, self.identity.policy))
 
-    def identified(self, store: DigestStore, progress: Callable[[int, int], None] | None = None) -> Request:
-        """Hash what is not known. Raises CheckpointError."""
-        return replace(self, identity=identify(self.survey, store, self.identity.policy, progress=progress))
+    def identified(
+        self, store: DigestStore, progress: Callable[[int, int], None] | None = None, *, by_name: bool = True
+    ) -> Request:
+        """Hash what is not known, or unless `by_name`, known by its name in a hub's cache. Raises CheckpointError."""
+        found = identify(self.survey, store, self.identity.policy, by_name=by_name, progress=progress)
+        return replace(self, identity=found)
 
 
 def prepare(

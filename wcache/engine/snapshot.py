@@ -147,12 +147,12 @@ def take(
     plain = {path: v for path, v in plain.items() if _is_plain(path, v, within=together)}
     _check_places(model, plain)
     bare = {s.path for s in spots}
-    plain |= {path: _declared(model, path) for path in declared if path not in bare}
     now = {name for name, _, _ in named}
     inside = {name for said in together.values() for name in said["names"]}
     unset = before.values.keys() - after.keys() - bare - shared
     after_marks = values.marks(model, holds, alone)
     carried = _changed(model, before, after_marks, {*declared, *known, *shared}, inside)
+    carried |= {path: _declared(model, path) for path in declared if path not in bare}
     _check_kept(before, {s.path for s in everywhere}, {*plain, *carried})
     extra = {
         GRAD: sorted(n for n, k, t in named if k is Kind.PARAMETER and t.requires_grad),
@@ -331,12 +331,12 @@ def _check_rebuildable(
 
 
 def _declared(model: nn.Module, path: str) -> Any:
+    """A declared attribute in plain form. Raises PublishError if there is none, or it has no such form."""
     owner, _, leaf = path.rpartition(".")
     try:
         value = getattr(model.get_submodule(owner), leaf)
-        digest(value)
     except AttributeError:
         raise PublishError(f"declared attribute {path}: the module has none") from None
     except Exception as e:
         raise PublishError(f"declared attribute {path}: {e}") from e
-    return value
+    return values.encode(value, f"declared attribute {path}")

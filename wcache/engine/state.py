@@ -183,12 +183,6 @@ def _alias(t: torch.Tensor) -> Hashable:
     return t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride()
 
 
-def plain_attributes(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """The declared attributes that are no tensors, by dotted name."""
-    values = {name: attribute(module, name) for name in names}
-    return {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
-
-
 def attribute(module: nn.Module, name: str) -> Any:
     """The attribute of a submodule by its dotted name. Raises PublishError if there is none."""
     prefix, _, leaf = name.rpartition(".")

@@ -21,10 +21,10 @@ from wcache.engine.election import POINTLESS, Target, may_publish
 from wcache.engine.group import Group, reason_number, reason_of, words
 from wcache.engine.options import host_store
 from wcache.engine.publish import Publication
-from wcache.errors import Miss, WcacheError
-from wcache.model import MissReason
+from wcache.errors import CheckpointError, Miss, WcacheError
+from wcache.model import CheckpointFault, MissReason
 from wcache.protocol.messages import Query
-from wcache.weights.checkpoint import Survey
+from wcache.weights.checkpoint import Survey, check_nothing_twice
 from wcache.weights.identity import identify
 
 log = logging.getLogger(__name__)
@@ -55,11 +55,27 @@ class Request:
 
         `progress`: called with bytes done and in total.
         """
-        if self.query.content is not None:
-            return self
+        return self if self.query.content is not None else self._hashed(progress, by_name=True)
+
+    def proven(self, progress: Callable[[int, int], None] | None = None) -> Self:
+        """As `identified`, for whoever publishes: names in a hub's cache are not believed. Raises CheckpointError."""
+        proven = self._hashed(progress, by_name=False)
+        if self.query.content not in (None, proven.query.content):
+            raise CheckpointError(
+                CheckpointFault.CHANGED_WHILE_READING,
+                f"{self.survey.directory}: the bytes of a file are not what its name in the hub's cache says",
+                hint="download it again",
+            )
+        return proven
+
+    def check_sound(self) -> None:
+        """What the files must be for an engine that read them whole to publish. Raises CheckpointError."""
+        check_nothing_twice(self.survey)
+
+    def _hashed(self, progress: Callable[[int, int], None] | None, *, by_name: bool) -> Self:
         with host_store() as store:
-            content = identify(self.survey, store, self.query.policy, progress=progress).content
-        return replace(self, query=structs.replace(self.query, content=content))
+            found = identify(self.survey, store, self.query.policy, by_name=by_name, progress=progress)
+        return replace(self, query=structs.replace(self.query, content=found.content))
 
 
 def on_all(make: Callable[[], Made], group: Group) -> Made:
@@ -146,11 +162,11 @@ def elect(
     query = request.query
     if not may_publish(target.publish, target.mode):
         return miss, None
-    contents = group.gather(words(query.content))
+    contents = group.gather(words(_proven(request, miss)))
     if any(content != contents[0] for content in contents):
         log.warning("this start will not be published: the ranks of this engine see different checkpoints")
         return miss, None
-    if query.content is None:
+    if contents[0] == words(None):
         return miss, None
     if group.size == 1:
         return election.elect(miss, target, lambda: election.claim(query, target, request.size), lambda: ask(query))
@@ -167,6 +183,17 @@ def elect(
         # A leader that is resident alone means that a rank lost its shard: it publishes anew and waits for nobody.
         publication, _ = _claim(request, target, target.where.left_s if leader == _GRANTED else 0.0)
     return miss, publication
+
+
+def _proven(request: Request, miss: Miss) -> str | None:
+    """The content that this rank may publish under."""
+    if request.query.content is None or miss.reason in POINTLESS:
+        return request.query.content
+    try:
+        return request.proven().query.content
+    except WcacheError as e:
+        log.warning("this start will not be published: %s", e)
+        return None
 
 
 def _claim(request: Request, target: Target, wait_s: float) -> tuple[Publication | None, int]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wcache.engine.state import OWN, PLAIN, Holds, Spot, join
+from wcache.engine.state import OWN, PLAIN, Holds, Spot, attribute, join
 from wcache.engine.tensors import dtype_name, dtype_of
 from wcache.errors import PublishError, StructureError
 
@@ -80,7 +80,16 @@ def encode(value: Any, name: str, *, owner: nn.Module | None = None, tensors: di
 
     `owner`: a module that the value may refer to.
     """
-    return _encode(value, name, owner, tensors, "")
+    try:
+        return _encode(value, name, owner, tensors, "")
+    except RecursionError:
+        raise PublishError(f"{name} contains itself, or is too deep") from None
+
+
+def plain_attributes(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """The declared attributes that are no tensors, in plain form, by dotted name. Raises PublishError."""
+    found = {name: attribute(module, name) for name in names}
+    return {n: encode(v, f"attribute {n}") for n, v in found.items() if not isinstance(v, torch.Tensor)}
 
 
 def _encode(value: Any, name: str, owner: nn.Module | None, tensors: dict[str, Any] | None, at: str) -> Any:
@@ -88,8 +97,8 @@ def _encode(value: Any, name: str, owner: nn.Module | None, tensors: dict[str, A
         return _encode(item, name, owner, tensors, f"{at}:{key}" if at else str(key))
 
     kind = type(value)
-    if kind in PLAIN:
-        return value
+    if kind in PLAIN or kind is bytes:
+        return _checked(value, name)
     if isinstance(value, torch.Tensor) and tensors is not None:
         tensors[at] = value
         return {"tensor": at}
@@ -99,8 +108,9 @@ def _encode(value: Any, name: str, owner: nn.Module | None, tensors: dict[str, A
         return {"enum": reference(kind), "name": value.name}
     if kind in (list, tuple, torch.Size):
         return {kind.__name__: [inside(v, i) for i, v in enumerate(value)]}
-    if kind is dict and all(type(k) is str for k in value):
-        return {"dict": {k: inside(v, k) for k, v in value.items()}}
+    keys = PLAIN if tensors is None else (str,)  # 1 and "1" would be one place for tensors
+    if kind is dict and all(type(k) in keys for k in value):
+        return {"dict": {_checked(k, name): inside(v, k) for k, v in value.items()}}
     if value is owner and owner is not None:
         return {"owner": True}
     if isinstance(value, tuple) and hasattr(value, "_fields") and is_known(kind):
@@ -108,6 +118,15 @@ def _encode(value: Any, name: str, owner: nn.Module | None, tensors: dict[str, A
     if _is_object(kind) and hasattr(value, "__dict__"):
         return {"object": reference(kind), "fields": {k: inside(v, k) for k, v in vars(value).items()}}
     raise PublishError(f"{name} keeps a {type_name(kind)}, which has no plain form")
+
+
+def _checked(value: Any, name: str) -> Any:
+    """A plain value as it is. Raises PublishError for numbers and text that no manifest can hold."""
+    if type(value) is int and not -(2**63) <= value < 2**64:
+        raise PublishError(f"{name} keeps a number of {value.bit_length()} bits, which has no plain form")
+    if type(value) is str and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+        raise PublishError(f"{name} keeps text that is no Unicode, which has no plain form")
+    return value
 
 
 def _is_object(kind: type) -> bool:

@@ -199,7 +199,7 @@ def _connect(path: Path, deadline: float) -> socket.socket:
             if e.errno == errno.EPROTOTYPE:
                 raise Unavailable(f"{path}: not a wcache socket (wrong socket type)") from e
             if not isinstance(e, TimeoutError | BlockingIOError | InterruptedError):
-                raise Unavailable(f"{path}: {e.strerror}") from e
+                raise Unavailable(f"{path}: {e.strerror or e}") from e  # a path that is too long has no number
             _retry_or_raise(deadline, path, deadline - start, e)
 
 

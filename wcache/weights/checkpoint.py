@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,6 +154,11 @@ def open_checkpoint(survey: Survey) -> Checkpoint:
             f"{ignored.total()} ignored that {survey.index} does not assign to the file they are in: {counts}",
         )
     return Checkpoint(survey, tensors, ignored.total(), warnings)
+
+
+def check_nothing_twice(survey: Survey) -> None:
+    """For engines that read whole files, whatever the index says. Raises CheckpointError if a tensor is in two."""
+    open_checkpoint(replace(survey, weight_map=None))
 
 
 def _look_at_all(

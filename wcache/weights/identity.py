@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,15 +109,17 @@ def identify(
     policy: IdentityPolicy,
     *,
     deep: bool = False,
+    by_name: bool = True,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> Identity:
     """As `recognise`, and hashes what is unknown: `content` is never None. `deep` hashes everything, believing nothing.
 
-    One thread per core by default; several processes that identify the same files share the work.
+    `by_name` false: the names in a hub's cache are not believed, as for whoever publishes what it loads. One thread per
+    core by default; several processes that identify the same files share the work.
     Raises CheckpointError: unreadable, or changed while it was read.
     """
-    known = _recognise(survey.files, store, policy)
+    known = _recognise(survey.files, store, policy, by_name=by_name)
     todo = [f for f in survey.files if deep or f.name not in known]
     if not todo:
         return _identity(survey, policy, known)
@@ -152,12 +154,18 @@ def remember(survey: Survey, digests: Mapping[str, str], store: DigestStore, sta
     files = [f for f in survey.files if f.name in digests]
     if not files:
         return
-    with ThreadPoolExecutor(min(PARALLEL_CALLS, len(files)), "wcache-stat") as pool:
+    stamps = unmoved(survey, files)
+    store.record_all((stamp, digests[f.name], started, _real(f)) for f, stamp in zip(files, stamps, strict=True))
+
+
+def unmoved(survey: Survey, files: Sequence[CheckpointFile]) -> list[Stamp]:
+    """The stamps that files of a survey have now. Raises CheckpointError(CHANGED_WHILE_READING) if they are others."""
+    with ThreadPoolExecutor(max(1, min(PARALLEL_CALLS, len(files))), "wcache-stat") as pool:
         stamps = list(pool.map(_stamp_now, files))
     changed = [f.name for f, stamp in zip(files, stamps, strict=True) if not f.stamp.unmoved(stamp)]
     if changed:
         raise moved(f"{survey.directory}: changed while loading: {describe(changed)}")
-    store.record_all((stamp, digests[f.name], started, _real(f)) for f, stamp in zip(files, stamps, strict=True))
+    return stamps
 
 
 def hash_file(file: CheckpointFile, buffer: memoryview, advance: Callable[[int], None] = lambda _: None) -> Hashed:
@@ -180,7 +188,7 @@ def hash_file(file: CheckpointFile, buffer: memoryview, advance: Callable[[int],
 
 
 def _recognise(
-    files: Iterable[CheckpointFile], store: DigestStore, policy: IdentityPolicy
+    files: Iterable[CheckpointFile], store: DigestStore, policy: IdentityPolicy, *, by_name: bool = True
 ) -> dict[str, tuple[str, str]]:
     """File name to (digest, how it is known)."""
     found: dict[str, tuple[str, str]] = {}
@@ -192,7 +200,7 @@ def _recognise(
             found[file.name] = sha256, "store"
         elif by_path and (sha256 := store.lookup_path(_real(file), file.stamp.size, file.stamp.mtime_ns)):
             found[file.name] = sha256, "stat"
-        elif tracked and file.blob and store.accept_claim(file.stamp, file.blob):
+        elif by_name and tracked and file.blob and store.accept_claim(file.stamp, file.blob):
             found[file.name] = file.blob, "blob"
     return found
 

@@ -8,6 +8,9 @@ from it. Numbers that are drawn and not used, or overwritten (many initialisatio
 
 from __future__ import annotations
 
+import hashlib
+import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from wcache.engine import state
 from wcache.engine.snapshot import holds
+from wcache.model import Kind
 
 _OVERWRITE = ("aten::copy_", "aten::fill_", "aten::zero_")
 _FRESH = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
@@ -56,12 +60,32 @@ class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [name for name, tensor in (*named, *bare) if _memories(tensor).keys() & known] if known else []
 
 
-def built_at_random(model: nn.Module, before: torch.Tensor) -> str | None:
-    """A tensor that a skeleton's factory made by itself, if the generator has moved on from the state `before`."""
-    if torch.equal(before, torch.random.get_rng_state()):
+def random_state() -> list[Any]:
+    """Where the generators of torch, Python and NumPy stand."""
+    numpy = sys.modules.get("numpy")
+    theirs = numpy.random.get_state()[1:3] if numpy else ()
+    return [torch.random.get_rng_state().tolist(), random.getstate(), [list(theirs[0]), theirs[1]] if theirs else []]
+
+
+def built_at_random(model: nn.Module, before: list[Any]) -> str | None:
+    """A tensor that a skeleton's factory made by itself, if a generator has moved on from the state `before`."""
+    if random_state() == before:
         return None
     bare = state.bare(model, holds)
     return next((s.path for s in bare if not s.tensor.is_meta and s.tensor.is_floating_point()), None)
+
+
+def made_values(model: nn.Module) -> list[list[str]]:
+    """What the skeleton's factory made with values that no checkpoint replaces: names and SHA-256 of the bytes."""
+    loaded = (Kind.PARAMETER, Kind.BUFFER)
+    named = [(name, tensor) for name, kind, tensor in state.registered(model) if kind not in loaded]
+    named += [(spot.path, spot.tensor) for spot in state.bare(model, holds)]
+    real = [(n, t) for n, t in named if type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta]
+    return sorted([name, hashlib.sha256(_bytes(tensor)).hexdigest()] for name, tensor in real)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def _forget(known: dict[int, Any], memories: Iterable[int]) -> None:

@@ -14,9 +14,8 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from wcache.config import CONNECT_TIMEOUT_S, STATE_TIMEOUT_S
 from wcache.engine import snapshot, together
@@ -31,11 +30,12 @@ from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import tensors_of
 from wcache.engine.training import frozen, guard
 from wcache.engine.transformers import ranks, seam
-from wcache.engine.transformers.drawn import Drawn, built_at_random
+from wcache.engine.transformers.drawn import Drawn, built_at_random, made_values, random_state
 from wcache.engine.transformers.request import Request, prepare
 from wcache.errors import ConfigError, Miss, PublishError, WcacheError
 from wcache.model import IdentityPolicy, MissReason, Mode
 from wcache.protocol.messages import Query
+from wcache.weights.fingerprint import digest
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Load:
     _before: Skeleton | None = None
     _publication: Publication | None = None
     _seen: list[Any] = field(default_factory=list)
-    _random: torch.Tensor = field(default_factory=torch.random.get_rng_state)
+    _random: list[Any] = field(default_factory=random_state)
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Let Transformers load. Raises Miss without `fallback`, and whatever Transformers raises."""
@@ -146,9 +146,11 @@ class Load:
     # --- Transformers' two steps -------------------------------------------------------------------------------------
 
     def load(self, original: Callable[..., Any], model: Any, files: list[str] | None, load_config: Any) -> Any:
-        if self._seen:  # a second model inside the same call
+        if self._seen:
+            self._second(model)
             return original(model, None, files, load_config)
         self._seen.append(model)
+        files = files and [str(Path(f).parent.resolve() / Path(f).name) for f in files]  # a link may be switched
         self._config = model.config.to_dict()
         try:
             info = self._from_cache(model, files, load_config)
@@ -177,12 +179,20 @@ class Load:
         try:
             _refuse_invented(info, drawn.names(model))
             self._publish(publication, model, load_config, info)
-        except Exception as e:  # noqa: BLE001 - a failed publication costs the next start, not this one
+        except BaseException as e:  # a failed publication costs the next start, not this one
             publication.abort(f"{type(e).__name__}: {e}")
+            if not isinstance(e, Exception):
+                raise
             self.failed = e if isinstance(e, WcacheError) else PublishError(f"{type(e).__name__}: {e}")
             self.failed.__traceback__ = None  # whoever keeps the log would keep the model with it
             log.warning("this start was not published: %s", self.failed)
         return info
+
+    def _second(self, model: Any) -> None:
+        miss = Miss(MissReason.UNSUPPORTED, f"{type(model).__name__} is a second model that this call loads")
+        if not self.fallback:
+            raise miss
+        say_missed(miss)
 
     # --- the cache ---------------------------------------------------------------------------------------------------
 
@@ -210,7 +220,8 @@ class Load:
         return self._bind(model, load_config, found, group)
 
     def _prepare(self, model: Any, files: list[str] | None, load_config: Any, group: Group) -> Request:
-        self._before = snapshot.skeleton(model)
+        built = snapshot.skeleton(model)
+        self._before = replace(built, structure=digest([built.structure, made_values(model)]))
         random = built_at_random(model, self._random)
         if random is not None:
             raise Miss(MissReason.UNSUPPORTED, f"{random} was made while random numbers were drawn")
@@ -218,7 +229,7 @@ class Load:
 
     def _claim(self, request: Request) -> None:
         """A rank's own preload attaches nothing, since an attach would wait for the preload. Raises AlreadyResident."""
-        self._request = request.identified()
+        self._request = request.proven()
         self._publication = claim(self._request.query, self.target, request.size, wait_s=self.target.where.left_s)
         if self._publication is None:
             raise AlreadyResident
@@ -263,8 +274,7 @@ class Load:
         assert self._before is not None and self._request is not None
         if model.config.to_dict() != self._config:
             raise PublishError("loading changed the model's configuration: the next start would have another one")
-        if not self._request.unchanged():
-            raise PublishError(f"{self._request.survey.directory} changed while it was being loaded")
+        self._request.check_sound()
         taken = snapshot.take(model, self._before, known=("_weight_conversions",), skip_meta=True)
         with frozen(model):
             held = publication.write(
@@ -276,10 +286,17 @@ class Load:
                     "unexpected_keys": sorted(info.unexpected_keys),
                     "conversions": _conversions(model, load_config),
                 },
+                last=self._check_unchanged,
             )
         guard(model)
         held.miss = self.miss
         self.held = _attachments[model] = held
+
+    def _check_unchanged(self) -> None:
+        """Transformers' tensors may lie in the mapped files until they have been copied."""
+        assert self._request is not None
+        if not self._request.unchanged():
+            raise PublishError(f"{self._request.survey.directory} changed while it was being loaded")
 
 
 def _check_spread(model: Any, group: Group) -> None:

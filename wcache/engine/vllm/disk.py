@@ -59,7 +59,7 @@ class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def _prepare_weights(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_weights(*args, **kwargs)
-        self.files |= {Path(f) for f in prepared[1]}
+        self.files |= {Path(f).resolve() for f in prepared[1]}
         return prepared
 
 

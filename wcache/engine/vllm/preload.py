@@ -96,7 +96,7 @@ class Wanted:
             hashing = Report("identify", lambda info: connection.send(Progress(progress=info)))
 
             def identified() -> Request:
-                return asked.identified(lambda done, total: hashing(bytes_done=done, bytes_total=total))
+                return asked.proven(lambda done, total: hashing(bytes_done=done, bytes_total=total))
 
             return together.on_all(identified, group)
 

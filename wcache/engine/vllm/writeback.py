@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from torch import nn
 
@@ -22,7 +21,7 @@ from wcache.engine.vllm import beside, capture, census, methods
 from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.request import Request
 from wcache.engine.vllm.skeleton import Preview
-from wcache.errors import PublishError
+from wcache.errors import PublishError, WcacheError
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,13 @@ def publish(
             "beside": beside.digests(request.survey, disk.opened),
         },
         model=request.query.model,
+        last=lambda: _check_unchanged(request),
     )
+
+
+def _check_unchanged(request: Request) -> None:
+    if not request.unchanged():
+        raise PublishError(f"{request.survey.directory} changed while it was being loaded")
 
 
 def _not_trained(model: nn.Module) -> None:
@@ -102,9 +107,11 @@ def _objection(
     if emptied:
         return f"post-processing moved {emptied[0]} and {len(emptied) - 1} more out of sight"
     covered = {f.path.resolve() for f in request.survey.files}
-    strangers = sorted(str(f) for f in disk.files if Path(f).resolve() not in covered)
+    strangers = sorted(str(f) for f in disk.files - covered)
     if strangers:
         return f"vLLM also read {strangers[0]}, which the checkpoint's identity does not cover"
-    if not request.unchanged():
-        return f"{request.survey.directory} changed while it was being loaded"
+    try:
+        request.check_sound()
+    except WcacheError as e:
+        return str(e)
     return None
