@@ -208,7 +208,6 @@ def with_gradient(module: Any) -> None:
     [
         (lambda: numpy.zeros(2), lambda m: m.kept.fill(1), "kept keeps a numpy.ndarray"),
         (numpy.float32, lambda m: setattr(m, "kept", numpy.float32(2)), "kept keeps a numpy.float32"),
-        (bytes, lambda m: setattr(m, "kept", b"x"), "kept keeps a builtins.bytes"),
         (bytearray, lambda m: m.kept.append(1), "kept keeps a builtins.bytearray"),
         (collections.deque, lambda m: m.kept.append(1), "kept keeps a collections.deque"),
         (types.SimpleNamespace, change("scale", 2), "kept keeps a types.SimpleNamespace"),
