@@ -6,12 +6,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import inotify
 import pytest
 import tqdm
 import transformers
 from daemons import Daemon
+
+import wcache
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -35,6 +38,16 @@ def short_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
     """A running rank without a configured model."""
     return make_daemon().start()
+
+
+@pytest.fixture
+def load(daemon: Daemon) -> Callable[..., Any]:
+    """`wcache.transformers.from_pretrained` with that rank."""
+
+    def load(directory: Path, *arguments: Any, **options: Any) -> Any:
+        return wcache.transformers.from_pretrained(directory, *arguments, socket_path=daemon.path, **options)
+
+    return load
 
 
 @pytest.fixture

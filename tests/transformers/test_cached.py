@@ -158,6 +158,16 @@ def test_writes_stay_with_the_process_that_makes_them(make: Callable[..., Any]) 
     assert [float(m[0].weight[0, 0].detach()) for m in (first, second, third)] == [5, 6, 1]
 
 
+def test_parameters_that_are_let_train_only_afterwards_refuse_as_well(make: Callable[..., Any]) -> None:
+    for _ in ("cold", "warm"):
+        module = make(lambda: linear().requires_grad_(False), load=ones)
+        assert not any(p.requires_grad for p in module.parameters())
+        module.requires_grad_(True)
+        with pytest.raises(TrainingRefused, match="shared"):
+            module(torch.ones(1, 3)).sum().backward()
+    torch.ones(1, requires_grad=True).sum().backward()  # torch holds on to a graph that failed until its next one
+
+
 def test_training_shared_parameters_is_refused_aloud(make: Callable[..., Any]) -> None:
     for _ in ("cold", "warm"):
         module = make(linear, load=ones)

@@ -74,14 +74,6 @@ print(wcache.transformers.attachment(model).source, torch.equal(model.table, pla
 
 
 @pytest.fixture
-def load(daemon: Daemon) -> Callable[..., Any]:
-    def load(directory: Path, **options: Any) -> Any:
-        return wcache.transformers.from_pretrained(directory, socket_path=daemon.path, **options)
-
-    return load
-
-
-@pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], None]:
     """Conversions of Llama checkpoints, until the test ends."""
 

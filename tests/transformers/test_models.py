@@ -27,14 +27,6 @@ from wcache.model import MissReason
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
-@pytest.fixture
-def load(daemon: Daemon) -> Callable[..., Any]:
-    def load(directory: Path, *arguments: Any, **options: Any) -> Any:
-        return wcache.transformers.from_pretrained(directory, *arguments, socket_path=daemon.path, **options)
-
-    return load
-
-
 def source(model: Any) -> str:
     held = wcache.transformers.attachment(model)
     return held.source if held is not None else "private"

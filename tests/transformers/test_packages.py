@@ -43,14 +43,6 @@ BITSANDBYTES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def load(daemon: Daemon) -> Callable[..., Any]:
-    def load(directory: Path, **options: Any) -> Any:
-        return wcache.transformers.from_pretrained(directory, socket_path=daemon.path, **options)
-
-    return load
-
-
-@pytest.fixture
 def directory(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint whose layers are wide enough for a block of 64."""
     wide = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -31,14 +31,6 @@ BLOCK = 16
 Quantize = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
-@pytest.fixture
-def load(daemon: Daemon) -> Callable[..., Any]:
-    def load(directory: Path, **options: Any) -> Any:
-        return wcache.transformers.from_pretrained(directory, socket_path=daemon.path, **options)
-
-    return load
-
-
 def rewrite(
     directory: Path, quantization: dict[str, Any], quantize: Callable[[str, torch.Tensor], dict[str, Any]]
 ) -> Path:

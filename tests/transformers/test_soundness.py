@@ -28,11 +28,6 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 Load = Callable[..., Any]
 
 
-@pytest.fixture
-def load(daemon: Daemon) -> Load:
-    return lambda directory, **more: wcache.transformers.from_pretrained(directory, socket_path=daemon.path, **more)
-
-
 def is_shared(model: Any) -> bool:
     return wcache.transformers.attachment(model) is not None
 

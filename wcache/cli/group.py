@@ -166,12 +166,11 @@ def verdict(context: Context, ranks: tuple[int, ...], began: float) -> None:
     for rank in report.ranks:
         if rank.status is not None and rank.ready:
             print(f"rank {rank.rank}: {rank.status.text}")
-    waiting = [text for rank in report.ranks if (text := _lacking(rank))]
+    waiting = [(rank, text) for rank in report.ranks if (text := _lacking(rank))]
     if waiting:
-        given_up = any(
-            r.state == RankState.DRAINING or (r.ready and not r.problem) for r in report.ranks if _lacking(r)
-        )
-        raise NotReady("; ".join(waiting), hint=way_back(context) if given_up else "wcache status; wcache logs")
+        given_up = any(rank.state == RankState.DRAINING or (rank.ready and not rank.problem) for rank, _ in waiting)
+        hint = way_back(context) if given_up else "wcache status; wcache logs"
+        raise NotReady("; ".join(text for _, text in waiting), hint=hint)
     render.say(f"all ready after {time.monotonic() - began:.1f} s")
 
 

@@ -28,6 +28,7 @@ from wcache.engine.request import prepare
 from wcache.engine.start import Start, take_copy
 from wcache.engine.state import module_entries, state_entries
 from wcache.engine.timing import Stopwatch
+from wcache.engine.training import guard
 from wcache.engine.values import plain_attributes
 from wcache.errors import Miss, OutOfMemory, StructureError
 from wcache.model import IdentityPolicy, Kind, Mode, Placement, Sizes
@@ -146,7 +147,7 @@ def load_into(
         attributes |= {n: t for n, t in held.tensors.items() if kinds[n] is Kind.ATTRIBUTE}
         module.fill(target, tensors, init=init, attributes=attributes, requires_grad=requires_grad)
         if held.lease is not None and held.mode is Mode.ZERO_COPY:
-            module.refuse_training(target)
+            guard(target)
     except BaseException:
         held.close()
         raise

@@ -5,8 +5,8 @@ Runs in engines. The lease owns its connection and one keeper thread, which noti
 logs it once, reconnects with backoff and takes the lease up again; the mapping itself never depends on the daemon.
 A lease ends by `end()`, or by itself when the last mapped memory object dies; then thread and connection are gone.
 Surprising: after fork() the child has the mapping but no lease: it closes the inherited descriptors and says nothing,
-because two processes on one connection would garble it. Memory stays mapped there all the same. So it is with every
-connection that was named to `close_in_children`.
+because two processes on one connection would garble it. Memory stays mapped there all the same. The connection
+closes itself there, as every one does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class Lease:
         self._held: set[int] = set()
         self._finalizers: list[weakref.finalize[..., object]] = []
         self._thread = threading.Thread(target=self._keep, name=f"wcache-lease-{self.rank}", daemon=True)
-        close_in_children(connection)
         _leases.add(self)
         self._thread.start()
 
@@ -198,7 +197,6 @@ class Lease:
         connection = connect(
             self._path, role="engine", name=self._name, device=self._device, timeout_s=RECONNECT_TIMEOUT_S
         )
-        close_in_children(connection)
         try:
             again = Reattach(fingerprint=self.fingerprint, generation=self.generation, mode=self.mode)
             connection.ask(again, Done)
@@ -249,28 +247,16 @@ class Lease:
         self._changed = threading.Condition()
         for finalizer in self._finalizers:
             finalizer.detach()
-        connection, self._connection = self._connection, None
-        self._state = LeaseState.ENDED
-        if connection is not None:
-            connection.close()
+        self._connection, self._state = None, LeaseState.ENDED
 
 
 _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-
-def close_in_children(connection: Connection) -> None:
-    """Let a forked child close its copy without a word: as long as it is open anywhere, the daemon counts on us."""
-    _connections.add(connection)
 
 
 def _after_fork_in_child() -> None:
     for lease in list(_leases):
         lease._abandon()
     _leases.clear()
-    for connection in list(_connections):
-        connection.close()
-    _connections.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

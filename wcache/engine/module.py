@@ -17,7 +17,6 @@ from torch import nn
 
 from wcache.engine import state
 from wcache.engine.entries import Entry
-from wcache.engine.training import guard
 from wcache.errors import StructureError, listed
 from wcache.model import Kind
 from wcache.weights.manifest import contiguous_stride
@@ -117,16 +116,6 @@ def _room(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory for a buffer on meta; what is made in inference mode would not tell whether somebody wrote it."""
     with torch.inference_mode(False):
         return torch.empty_like(buffer, device=device)
-
-
-def refuse_training(module: nn.Module) -> None:
-    """Let a gradient for a parameter that is made to require grad some day raise TrainingRefused; none does yet."""
-    able = [p for p in module.parameters() if (p.is_floating_point() or p.is_complex()) and not p.is_inference()]
-    for parameter in able:
-        parameter.requires_grad_(True)
-    guard(module)
-    for parameter in able:
-        parameter.requires_grad_(False)
 
 
 def _source(name: str, names: tuple[str, ...], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -25,7 +25,7 @@ from wcache import __version__
 from wcache.config import CONNECT_TIMEOUT_S
 from wcache.engine.client import DISK, Attachment, default_access, lent, map_segments
 from wcache.engine.entries import Block, Entry, blocks, check
-from wcache.engine.lease import Lease, close_in_children
+from wcache.engine.lease import Lease
 from wcache.engine.tensors import bytes_tensor, dtype_name, torch_device
 from wcache.errors import ProtocolError, PublishError, WcacheError
 from wcache.host.fds import MAX_FDS_PER_RECORD, OwnedFd, close_all, sealed_memfd
@@ -107,7 +107,6 @@ class Publication:
         self._name = name
         self._device = device
         self._over = False
-        close_in_children(connection)
 
     @property
     def backend(self) -> Backend:
@@ -132,7 +131,6 @@ class Publication:
         """Publish live tensors. `repoint`: parameters move onto the published memory, and their old memory is freed.
 
         `last`: called when all bytes are copied, before anybody sees them; what it raises ends the publication.
-
         Returns this process's own attachment to the result; with `repoint`, parameters hold its memory by themselves.
         Raises PublishError for tensors that cannot be shared, and what the rank answers; the publication is over then.
         """

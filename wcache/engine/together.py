@@ -21,10 +21,10 @@ from wcache.engine.election import POINTLESS, Target, may_publish
 from wcache.engine.group import Group, reason_number, reason_of, words
 from wcache.engine.options import host_store
 from wcache.engine.publish import Publication
-from wcache.errors import CheckpointError, Miss, WcacheError
+from wcache.errors import CheckpointError, Miss, PublishError, WcacheError
 from wcache.model import CheckpointFault, MissReason
 from wcache.protocol.messages import Query
-from wcache.weights.checkpoint import Survey, check_nothing_twice
+from wcache.weights.checkpoint import Survey, survey
 from wcache.weights.identity import identify
 
 log = logging.getLogger(__name__)
@@ -68,9 +68,20 @@ class Request:
             )
         return proven
 
-    def check_sound(self) -> None:
-        """What the files must be for an engine that read them whole to publish. Raises CheckpointError."""
-        check_nothing_twice(self.survey)
+    def surveyed_again(self) -> Survey:
+        """The same files as they are now. Raises WcacheError."""
+        return survey(self.survey.directory)
+
+    def check_unchanged(self) -> None:
+        """Only then are the bytes that were loaded those that were identified. Raises PublishError."""
+        was = self.survey
+        try:
+            now = self.surveyed_again()
+            changed = (now.files, now.config_digests) != (was.files, was.config_digests)
+        except WcacheError:
+            changed = True
+        if changed:
+            raise PublishError(f"{was.directory} changed while it was being loaded")
 
     def _hashed(self, progress: Callable[[int, int], None] | None, *, by_name: bool) -> Self:
         with host_store() as store:

@@ -31,10 +31,21 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def guard(model: nn.Module) -> None:
-    """Let a gradient that arrives at a shared parameter raise TrainingRefused; parameters moved elsewhere may train."""
+    """Let a gradient that arrives at a shared parameter raise TrainingRefused; parameters moved elsewhere may train.
+
+    A parameter that requires none is guarded as well, and still requires none: somebody may let it, later.
+    """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel():
+        wanted = parameter.requires_grad
+        if parameter.numel() and (wanted or _may_require_grad(parameter)):
+            parameter.requires_grad_(True)
             parameter.register_post_accumulate_grad_hook(_refusal(name, address(parameter)))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(wanted)
+
+
+def _may_require_grad(parameter: nn.Parameter) -> bool:
+    able = parameter.is_floating_point() or parameter.is_complex()
+    return able and type(parameter) is nn.Parameter and not parameter.is_inference()
 
 
 def _refusal(name: str, shared: int) -> Callable[[torch.Tensor], None]:

@@ -12,6 +12,7 @@ import errno
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +60,7 @@ class Connection:
         self._reply_timeout_s = reply_timeout_s
         self.welcome = welcome
         self.path = path
+        _connections.add(self)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -139,6 +141,19 @@ class Connection:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A child closes its copies without a word: as long as one is open anywhere, the daemon counts on its owner."""
+    for connection in list(_connections):
+        connection.close()
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def connect(

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from wcache.engine import snapshot
+from wcache.engine import snapshot, values
 from wcache.engine.group import Group
 from wcache.engine.plain import plain
 from wcache.engine.snapshot import Skeleton
@@ -88,7 +88,7 @@ def layout_key(
         cuda_version=torch.version.cuda or torch.version.hip,
         extra={
             "form": snapshot.FORM,
-            "class": _name(type(model)),
+            "class": values.type_name(type(model)),
             "code": _code(model, conversions),
             "config": config,
             "conversions": _described(conversions, "extra.conversions"),
@@ -131,27 +131,19 @@ def _described(value: Any, where: str) -> Any:
     from transformers.quantizers import HfQuantizer
 
     if isinstance(value, ConversionOps | WeightTransform):
-        return [_name(type(value)), {k: _described(v, f"{where}.{k}") for k, v in _parameters(value)}]
+        said = {k: _described(v, f"{where}.{k}") for k, v in values.fields(value) if k not in _OF_A_LOAD}
+        return [values.type_name(type(value)), said]
     if isinstance(value, HfQuantizer):  # its configuration is in the key
-        return _name(type(value))
+        return values.type_name(type(value))
     if isinstance(value, PreTrainedConfig):
         return _settings(plain(value.to_dict(), where))
     if isinstance(value, type):
-        return _name(value)
+        return values.type_name(value)
     if isinstance(value, Mapping):
         return [[_described(k, where), _described(v, f"{where}.{k}")] for k, v in value.items()]
     if isinstance(value, list | tuple):
         return [_described(v, f"{where}[{i}]") for i, v in enumerate(value)]
     return plain(value, where)
-
-
-def _parameters(conversion: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of a conversion or an operation, whether in slots or not."""
-    slots = [vars(kind).get("__slots__", ()) for kind in type(conversion).__mro__]
-    names = {name for some in slots for name in ([some] if isinstance(some, str) else some)}
-    for name in sorted((names | getattr(conversion, "__dict__", {}).keys()) - _OF_A_LOAD):
-        if hasattr(conversion, name):
-            yield name, getattr(conversion, name)
 
 
 def _quantization(quantizer: Any) -> dict[str, Any] | None:
@@ -270,7 +262,3 @@ def _installed(root: Path) -> bool:
 
 def _known(module: str) -> bool:
     return module.partition(".")[0] in _KNOWN_CODE
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -35,6 +35,7 @@ from wcache.engine.transformers.request import Request, prepare
 from wcache.errors import ConfigError, Miss, PublishError, WcacheError
 from wcache.model import IdentityPolicy, MissReason, Mode
 from wcache.protocol.messages import Query
+from wcache.weights.checkpoint import check_nothing_twice
 from wcache.weights.fingerprint import digest
 
 log = logging.getLogger(__name__)
@@ -274,7 +275,7 @@ class Load:
         assert self._before is not None and self._request is not None
         if model.config.to_dict() != self._config:
             raise PublishError("loading changed the model's configuration: the next start would have another one")
-        self._request.check_sound()
+        check_nothing_twice(self._request.survey)
         taken = snapshot.take(model, self._before, known=("_weight_conversions",), skip_meta=True)
         with frozen(model):
             held = publication.write(
@@ -286,17 +287,11 @@ class Load:
                     "unexpected_keys": sorted(info.unexpected_keys),
                     "conversions": _conversions(model, load_config),
                 },
-                last=self._check_unchanged,
+                last=self._request.check_unchanged,  # tensors may lie in the mapped files until they are copied
             )
         guard(model)
         held.miss = self.miss
         self.held = _attachments[model] = held
-
-    def _check_unchanged(self) -> None:
-        """Transformers' tensors may lie in the mapped files until they have been copied."""
-        assert self._request is not None
-        if not self._request.unchanged():
-            raise PublishError(f"{self._request.survey.directory} changed while it was being loaded")
 
 
 def _check_spread(model: Any, group: Group) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Transformers engine asks its rank for: the identity of the files that Transformers would read, and the layout.
 
-Runs in engines and in the preload, when the skeleton stands and before any weight is read. `unchanged` must hold again
-after the load: only then are the bytes in memory those that were identified.
+Runs in engines and in the preload, when the skeleton stands and before any weight is read. `check_unchanged` must hold
+again after the load: only then are the bytes in memory those that were identified.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from wcache.engine.options import host_store
 from wcache.engine.snapshot import Skeleton
 from wcache.engine.tensors import gpu_uuid
 from wcache.engine.transformers.layout import layout_key
-from wcache.errors import CheckpointError, Miss, WcacheError
+from wcache.errors import CheckpointError, Miss
 from wcache.model import CPU, IdentityPolicy, MissReason
 from wcache.protocol.messages import Query
 from wcache.weights.checkpoint import Survey, survey
@@ -31,13 +31,8 @@ from wcache.weights.identity import recognise, stamps_id
 class Request(together.Request):
     """One rank's question."""
 
-    def unchanged(self) -> bool:
-        """Whether the checkpoint's files are still those that were surveyed."""
-        try:
-            now = _survey([str(f.path) for f in self.survey.files])
-        except WcacheError:
-            return False
-        return (now.files, now.config_digests) == (self.survey.files, self.survey.config_digests)
+    def surveyed_again(self) -> Survey:
+        return _survey([str(f.path) for f in self.survey.files])
 
 
 def prepare(

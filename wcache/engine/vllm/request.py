@@ -2,7 +2,7 @@
 """What an engine asks its rank for: the identity of the checkpoint that vLLM would read, and the layout key.
 
 Runs in the engine and in the preload. An unchanged checkpoint is recognised without opening one of its files.
-`unchanged` must hold again after a load from disk: only then are the bytes in memory those that were identified.
+`check_unchanged` must hold again after a load from disk: only then are the bytes in memory those that were identified.
 """
 
 from __future__ import annotations
@@ -33,14 +33,6 @@ class Request(together.Request):
 
     rank: int
     seconds: float
-
-    def unchanged(self) -> bool:
-        """Whether the checkpoint's files are still those that were surveyed."""
-        try:
-            now = survey(self.survey.directory)
-            return (now.files, now.config_digests) == (self.survey.files, self.survey.config_digests)
-        except WcacheError:
-            return False
 
 
 def prepare(vllm_config: Any, model_config: Any, policy: IdentityPolicy, group: Group) -> Request:

@@ -22,6 +22,7 @@ from wcache.engine.vllm.disk import DiskLoader
 from wcache.engine.vllm.request import Request
 from wcache.engine.vllm.skeleton import Preview
 from wcache.errors import PublishError, WcacheError
+from wcache.weights.checkpoint import check_nothing_twice
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +68,8 @@ def publish(
             "beside": beside.digests(request.survey, disk.opened),
         },
         model=request.query.model,
-        last=lambda: _check_unchanged(request),
+        last=request.check_unchanged,
     )
-
-
-def _check_unchanged(request: Request) -> None:
-    if not request.unchanged():
-        raise PublishError(f"{request.survey.directory} changed while it was being loaded")
 
 
 def _not_trained(model: nn.Module) -> None:
@@ -111,7 +107,7 @@ def _objection(
     if strangers:
         return f"vLLM also read {strangers[0]}, which the checkpoint's identity does not cover"
     try:
-        request.check_sound()
+        check_nothing_twice(request.survey)
     except WcacheError as e:
         return str(e)
     return None
